@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rtlib.errors import ConfigError, join_problems
+from rtlib.fields import REQUIRED, Fields
 from rtlib.rope import YarnScaling
 
 K_MULTIPLE = 128  # a warp of 32 lanes reads 4 weights a lane at least, and the largest quantisation group is 128
 HEAD_DIMS = (32, 64, 128)
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2ForCausalLM"
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ModelConfig:
         """
         if not isinstance(raw, dict):
             raise ConfigError(f"{where}: a JSON object is expected, found {type(raw).__name__}")
-        fields = _Fields(raw)
+        fields = Fields(raw)
         _check_family(fields)
         if fields.problems:  # the fields of another family mean other things: do not list them as missing
             raise ConfigError(join_problems(where, fields.problems))
@@ -108,70 +107,7 @@ class ModelConfig:
         }
 
 
-@dataclass
-class _Fields:
-    """Reads typed fields of a dict; a bad one adds a problem and comes back as None, so that reading goes on."""
-
-    raw: dict[str, Any]
-    prefix: str = ""
-    problems: list[str] = field(default_factory=list)
-
-    def refuse(self, key: str, found: Any, expected: str) -> None:
-        """Note that `key` holds `found` where `expected` should stand."""
-        self.problems.append(f"{self.prefix}{key} is {found!r}, expected {expected}")
-
-    def _get(self, key: str, default: Any, expected: str) -> tuple[Any, bool]:
-        """Return the value and whether it needs checking; null counts as absent, as transformers writes defaults."""
-        value = self.raw.get(key)
-        if value is not None:
-            return value, True
-        if default is _REQUIRED:
-            self.problems.append(f"{self.prefix}{key} is missing, expected {expected}")
-            return None, False
-        return default, False
-
-    def integer(self, key: str, default: Any = None) -> Any:
-        """Return a positive integer below 2^31."""
-        expected = "a positive integer"
-        value, check = self._get(key, default, expected)
-        if check and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _INT32_MAX):
-            self.refuse(key, value, expected)
-            return None
-        return value
-
-    def number(self, key: str, default: Any = None, above: float = 0.0) -> Any:
-        """Return a finite float greater than `above`."""
-        expected = f"a number above {above:g}"
-        value, check = self._get(key, default, expected)
-        if not check:
-            return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (above < value < math.inf):
-            self.refuse(key, value, expected)
-            return None
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a bool."""
-        value, check = self._get(key, default, "true or false")
-        if check and not isinstance(value, bool):
-            self.refuse(key, value, "true or false")
-            return default
-        return value
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids, written as one integer or as a list."""
-        value = self.raw.get(key)
-        listed = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in listed):
-            self.refuse(key, value, "a token id or a list of token ids")
-            return ()
-        return tuple(listed)
-
-
-_REQUIRED = object()
-
-
-def _check_family(fields: _Fields) -> None:
+def _check_family(fields: Fields) -> None:
     """Refuse every architecture but Qwen2's causal language model, by name."""
     architectures = fields.raw.get("architectures")
     model_type = fields.raw.get("model_type")
@@ -183,19 +119,19 @@ def _check_family(fields: _Fields) -> None:
         fields.refuse("model_type", model_type, f"{MODEL_TYPE!r}, the one model type served")
 
 
-def _read_sizes(fields: _Fields) -> dict[str, Any]:
+def _read_sizes(fields: Fields) -> dict[str, Any]:
     """Read every field but RoPE's and the stop ids'."""
     values = {
-        "vocab_size": fields.integer("vocab_size", _REQUIRED),
-        "hidden_size": fields.integer("hidden_size", _REQUIRED),
-        "intermediate_size": fields.integer("intermediate_size", _REQUIRED),
-        "num_layers": fields.integer("num_hidden_layers", _REQUIRED),
-        "num_heads": fields.integer("num_attention_heads", _REQUIRED),
-        "num_kv_heads": fields.integer("num_key_value_heads", _REQUIRED),
+        "vocab_size": fields.integer("vocab_size", REQUIRED),
+        "hidden_size": fields.integer("hidden_size", REQUIRED),
+        "intermediate_size": fields.integer("intermediate_size", REQUIRED),
+        "num_layers": fields.integer("num_hidden_layers", REQUIRED),
+        "num_heads": fields.integer("num_attention_heads", REQUIRED),
+        "num_kv_heads": fields.integer("num_key_value_heads", REQUIRED),
         "head_dim": fields.integer("head_dim"),
-        "rms_eps": fields.number("rms_norm_eps", _REQUIRED),
+        "rms_eps": fields.number("rms_norm_eps", REQUIRED),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
-        "max_positions": fields.integer("max_position_embeddings", _REQUIRED),
+        "max_positions": fields.integer("max_position_embeddings", REQUIRED),
         "attention_bias": fields.flag("attention_bias", True),
     }
     if fields.raw.get("hidden_act", "silu") != "silu":
@@ -207,19 +143,19 @@ def _read_sizes(fields: _Fields) -> dict[str, Any]:
     return values
 
 
-def _read_rope(fields: _Fields) -> dict[str, Any]:
+def _read_rope(fields: Fields) -> dict[str, Any]:
     """Read rope_theta and rope_scaling, or transformers 5's rope_parameters that holds both."""
     name = "rope_parameters" if fields.raw.get("rope_parameters") is not None else "rope_scaling"
     raw = fields.raw.get(name)
     if raw is not None and not isinstance(raw, dict):
         fields.refuse(name, raw, "an object or null")
         raw = None
-    scaling = _Fields(raw or {}, prefix=f"{name}.", problems=fields.problems)
+    scaling = Fields(raw or {}, prefix=f"{name}.", problems=fields.problems)
     theta_owner = scaling if "rope_theta" in scaling.raw else fields
-    return {"rope_theta": theta_owner.number("rope_theta", _REQUIRED, above=1.0), "rope_scaling": _read_yarn(scaling)}
+    return {"rope_theta": theta_owner.number("rope_theta", REQUIRED, above=1.0), "rope_scaling": _read_yarn(scaling)}
 
 
-def _read_yarn(scaling: _Fields) -> YarnScaling | None:
+def _read_yarn(scaling: Fields) -> YarnScaling | None:
     """Return the YaRN parameters, or None for plain RoPE; other kinds of scaling are refused by name."""
     kinds = {key: scaling.raw[key] for key in ("rope_type", "type") if key in scaling.raw}
     if not kinds and set(scaling.raw) <= {"rope_theta"}:
@@ -235,8 +171,8 @@ def _read_yarn(scaling: _Fields) -> YarnScaling | None:
         scaling.refuse("rope_type", kind, "'default' or 'yarn': other kinds of RoPE scaling are not served")
         return None
     values = {
-        "factor": scaling.number("factor", _REQUIRED),
-        "original_positions": scaling.integer("original_max_position_embeddings", _REQUIRED),
+        "factor": scaling.number("factor", REQUIRED),
+        "original_positions": scaling.integer("original_max_position_embeddings", REQUIRED),
         "attention_factor": scaling.number("attention_factor"),
         "beta_fast": scaling.number("beta_fast", 32.0),
         "beta_slow": scaling.number("beta_slow", 1.0),
@@ -249,7 +185,7 @@ def _read_yarn(scaling: _Fields) -> YarnScaling | None:
     return None if scaling.problems else YarnScaling(**values)
 
 
-def _check_relations(fields: _Fields, values: dict[str, Any]) -> None:
+def _check_relations(fields: Fields, values: dict[str, Any]) -> None:
     """Check what must hold between sizes, filling in head_dim when the config leaves it to hidden / heads."""
     hidden, heads, kv_heads = values["hidden_size"], values["num_heads"], values["num_kv_heads"]
     if values["head_dim"] is None and hidden and heads:
