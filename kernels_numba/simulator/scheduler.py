@@ -1,0 +1,426 @@
+"""Runs one block at a time: every CUDA thread is a pooled greenlet that runs until it must wait.
+
+A thread that waits hands over straight to the next ready thread, so that a barrier costs one switch a thread.
+Barriers count arrivals, as the hardware does. `Machine` holds the state of the launch that is running.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from kernels_numba.simulator.errors import (
+    Deadlock,
+    DivergentBarrier,
+    DivergentWarp,
+    InvalidLaunch,
+    SimulationError,
+    describe_site,
+    describe_threads,
+    line_of,
+)
+
+WARP = 32
+
+
+@dataclass
+class Settings:
+    """How the simulator runs kernels.
+
+    compute_capability: (major, minor) that kernels are chosen for. warp_order: "forward", "reverse", or an int that
+    seeds a shuffle. hardware: True lets faulty kernels run on as a GPU would, instead of raising.
+    """
+
+    compute_capability: tuple[int, int] = (9, 0)
+    warp_order: str | int = "forward"
+    hardware: bool = False
+
+
+class Dim3:
+    """Three sizes or coordinates, x fastest."""
+
+    __slots__ = ("x", "y", "z")
+
+    def __init__(self, x: int, y: int = 1, z: int = 1):
+        self.x, self.y, self.z = x, y, z
+
+    def __iter__(self):
+        return iter((self.x, self.y, self.z))
+
+    def __repr__(self) -> str:
+        return f"({self.x}, {self.y}, {self.z})"
+
+
+class Warp:
+    """32 lanes and the warp operations that wait for their other lanes."""
+
+    __slots__ = ("number", "exists", "alive", "pending")
+
+    def __init__(self, number: int, lanes: int):
+        self.number, self.exists, self.alive = number, (1 << lanes) - 1, 0
+        self.pending: dict[int, Collective] = {}
+
+
+class Collective:
+    """One warp operation in flight: who came, with what, from which line."""
+
+    __slots__ = ("kind", "site", "mask", "compute", "values", "waiting")
+
+    def __init__(self, kind: tuple, site: tuple, mask: int, compute: Callable):
+        self.kind, self.site, self.mask, self.compute = kind, site, mask, compute
+        self.values: dict[int, Any] = {}
+        self.waiting: list[Thread] = []
+
+
+class Barrier:
+    """A block barrier: arrivals so far in this phase and the threads that wait."""
+
+    __slots__ = ("arrived", "waiting", "sites", "expected", "votes")
+
+    def __init__(self) -> None:
+        self.arrived, self.waiting, self.sites, self.expected, self.votes = 0, [], {}, None, []
+
+
+class Thread(greenlet):
+    """A pooled CUDA thread: runs the kernel each time a block starts, for ever."""
+
+    def __init__(self, machine: Machine, linear: int):
+        super().__init__()
+        self.machine, self.linear = machine, linear
+        self.lane = linear % WARP
+        self.index = Dim3(linear, 0, 0)
+        self.warp: Warp | None = None
+        self.copies: list[list[Callable]] = []  # groups of asynchronous copies not yet waited for
+        self.site: tuple[CodeType, int] | None = None
+        self.waits_for = ""
+        self.result: Any = None
+
+    def run(self) -> None:
+        machine = self.machine
+        with np.errstate(all="ignore"):
+            while True:
+                try:
+                    machine.function(*machine.arguments)
+                    machine.leave(self)
+                except GreenletExit:
+                    return
+                except BaseException as error:  # carried to the launching code, KeyboardInterrupt included
+                    machine.failure = (error, self)
+                    machine.hub.switch()
+                    continue
+                machine.hand_over()
+
+
+class Machine:
+    """The simulated GPU: settings, the running launch, and the pool of threads."""
+
+    def __init__(self) -> None:
+        self.settings = Settings()
+        self.pool: list[Thread] = []
+        self.owner: int | None = None
+        self.current: Thread | None = None
+        self.running = False
+        self.on_switch: Any = None  # the `cuda` namespace, whose threadIdx follows the running thread
+        self.kernel_codes: set[CodeType] = set()  # the code of kernels and device functions, for reports
+
+    # one launch
+
+    def launch(self, function: Callable, arguments: tuple, grid: Dim3, block: Dim3, dynamic_shared: int = 0) -> None:
+        """Runs `function(*arguments)` for every thread of every block, blocks in order."""
+        self._check(grid, block)
+        self.function, self.arguments = function, arguments
+        self.grid, self.block, self.dynamic_shared = grid, block, dynamic_shared
+        self._prepare_threads(block)
+        self.running, self.hub, self.failure = True, getcurrent(), None
+        self.rng = random.Random(self.settings.warp_order)
+        self.strict = not self.settings.hardware
+        try:
+            for z in range(grid.z):
+                for y in range(grid.y):
+                    for x in range(grid.x):
+                        self._run_block(Dim3(x, y, z))
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            self.running = False
+
+    def _check(self, grid: Dim3, block: Dim3) -> None:
+        count = block.x * block.y * block.z
+        if not 1 <= count <= 1024 or block.z > 64:
+            raise InvalidLaunch(f"a block of {block} has {count} threads: a GPU runs 1 to 1024 (z at most 64)")
+        if not (1 <= grid.x < 2**31 and 1 <= grid.y < 65536 and 1 <= grid.z < 65536):
+            raise InvalidLaunch(f"the grid {grid} is outside 1..2147483647 x 1..65535 x 1..65535")
+        if self.running:
+            raise InvalidLaunch("a kernel cannot launch another one on the simulator")
+
+    def _prepare_threads(self, block: Dim3) -> None:
+        if self.owner != threading.get_ident():  # greenlets belong to the OS thread that made them
+            self.pool, self.owner = [], threading.get_ident()
+        count = block.x * block.y * block.z
+        while len(self.pool) < count:
+            self.pool.append(Thread(self, len(self.pool)))
+        self.threads = self.pool[:count]
+        for t in self.threads:
+            i = t.linear
+            t.parent = getcurrent()
+            t.index = Dim3(i % block.x, i // block.x % block.y, i // (block.x * block.y))
+        self.warps = [Warp(n, min(WARP, count - n * WARP)) for n in range((count + WARP - 1) // WARP)]
+        for t in self.threads:
+            t.warp = self.warps[t.linear // WARP]
+
+    def _run_block(self, where: Dim3) -> None:
+        self.alive = len(self.threads)
+        self.left: list[Thread] = []
+        self.shared: dict[Any, Any] = {}
+        self.barriers: dict[int, Barrier] = {}
+        self.main_barrier = Barrier()
+        self.on_switch.blockIdx = self.where = where
+        for warp in self.warps:
+            warp.alive, warp.pending = warp.exists, {}
+        for t in self.threads:
+            t.copies, t.site, t.waits_for = [[]], None, ""
+        self.ready = deque(self.in_warp_order(self.threads))
+        first = self.ready.popleft()
+        self.current, self.on_switch.threadIdx = first, first.index
+        first.switch()
+        if self.failure is not None:
+            raise self._explained(*self.failure)
+        if self.alive:
+            raise self._explained(self._deadlock(), None)
+
+    def in_warp_order(self, threads: list[Thread]) -> list[Thread]:
+        """`threads` in the order of `settings.warp_order`, lanes of a warp kept together."""
+        order = self.settings.warp_order
+        if order == "forward":
+            return threads
+        groups: dict[int, list[Thread]] = {}
+        for t in threads:
+            groups.setdefault(t.warp.number, []).append(t)
+        keys = sorted(groups, reverse=True)
+        if order != "reverse":
+            self.rng.shuffle(keys)
+        return [t for key in keys for t in groups[key]]
+
+    # switching
+
+    def hand_over(self) -> None:
+        """Goes on with the next ready thread, or back to the launch when there is none."""
+        if self.ready:
+            t = self.ready.popleft()
+            self.current, self.on_switch.threadIdx = t, t.index
+            t.switch()
+        else:
+            self.hub.switch()
+
+    def leave(self, t: Thread) -> None:
+        """Takes a finished thread out of its block and warp, and lets go whoever waited only for it."""
+        self.alive -= 1
+        self.left.append(t)
+        t.warp.alive &= ~(1 << t.lane)
+        for pending in list(t.warp.pending.values()):
+            if pending.mask >> t.lane & 1:
+                if self.strict:
+                    raise self._absent(pending, t.warp, 1 << t.lane)
+                if len(pending.values) == (pending.mask & t.warp.alive).bit_count():
+                    self._finish(t.warp, pending)
+        barrier = self.main_barrier
+        if barrier.waiting:
+            if self.strict:
+                raise DivergentBarrier(
+                    f"thread {t.index} left the kernel while {describe_threads(barrier.waiting)} wait for it at "
+                    f"{self.site_text(next(iter(barrier.sites)))}"
+                )
+            if barrier.arrived == self.alive:
+                self._release(barrier)
+
+    # block barriers
+
+    def syncthreads(self, frame: FrameType) -> None:
+        """Waits for all threads of the block (barrier 0). This is the simulator's hottest path, so it is written flat."""
+        t, barrier, ready = self.current, self.main_barrier, self.ready
+        t.site = site = (frame.f_code, frame.f_lasti)
+        t.waits_for = "syncthreads"
+        if site not in barrier.sites:
+            if barrier.arrived and self.strict:
+                self._refuse_phase(barrier, site, t)
+            barrier.sites[site] = t
+        if self.left and self.strict:
+            self._refuse_waiting(t)
+        barrier.arrived += 1
+        barrier.waiting.append(t)
+        if barrier.arrived == self.alive:
+            self._release(barrier)
+        if ready:
+            following = ready.popleft()
+            self.current, self.on_switch.threadIdx = following, following.index
+            following.switch()
+        else:
+            self.hub.switch()
+
+    def vote(self, frame: FrameType, predicate: Any) -> list:
+        """`syncthreads` that also gives every thread all threads' predicates."""
+        votes = self.main_barrier.votes
+        votes.append(predicate)
+        self.syncthreads(frame)
+        return votes
+
+    def named_barrier(self, number: int, count: int, wait: bool) -> None:
+        """`bar.sync` or `bar.arrive` on barrier `number`, complete when `count` threads have come."""
+        t, barrier = self.current, self.barriers.setdefault(number, Barrier())
+        site = t.site = self.kernel_site()
+        if count % WARP or not 0 < count <= 1024 or not 0 < number < 16:
+            raise SimulationError(
+                f"named barrier {number} for {count} threads: numbers are 1..15 (0 is syncthreads), counts multiples of 32"
+            )
+        if barrier.expected not in (None, count):
+            raise DivergentBarrier(
+                f"named barrier {number} expects {barrier.expected} threads at "
+                f"{self.site_text(next(iter(barrier.sites)))} and {count} at {self.site_text(site)}"
+            )
+        barrier.expected = count
+        barrier.arrived += 1
+        barrier.sites[site] = t
+        if wait:
+            barrier.waiting.append(t)
+            t.waits_for = f"named barrier {number}"
+        if barrier.arrived == count:
+            self._release(barrier)
+        if wait:
+            self.hand_over()
+
+    def _release(self, barrier: Barrier) -> None:
+        self.ready.extend(self.in_warp_order(barrier.waiting))
+        barrier.arrived, barrier.waiting, barrier.sites, barrier.expected, barrier.votes = 0, [], {}, None, []
+
+    def _refuse_phase(self, barrier: Barrier, site: tuple, t: Thread) -> None:
+        other, first = next(iter(barrier.sites.items()))
+        raise DivergentBarrier(
+            f"threads meet one barrier phase at different lines: {first.index} at {self.site_text(other)}, "
+            f"{t.index} at {self.site_text(site)}"
+        )
+
+    def _refuse_waiting(self, t: Thread) -> None:
+        raise DivergentBarrier(
+            f"thread {t.index} waits at {self.site_text(t.site)} for {describe_threads(self.left)}, which left the kernel"
+        )
+
+    # warp operations
+
+    def collective(self, kind: tuple, mask: int, value: Any, compute: Callable) -> Any:
+        """One warp operation: waits for the lanes of `mask`, then `compute({lane: value})` gives {lane: result}.
+
+        `kind` is the operation's name and whatever all lanes must agree on.
+        """
+        t = self.current
+        warp, lane = t.warp, t.lane
+        site = t.site = self.kernel_site()
+        mask &= 0xFFFFFFFF
+        if not mask >> lane & 1:
+            raise DivergentWarp(f"lane {lane} calls {kind[0]} with the mask {mask:#010x}, which does not name it")
+        pending = warp.pending.get(mask)
+        if pending is None:
+            pending = warp.pending[mask] = Collective(kind, site, mask, compute)
+            gone = mask & warp.exists & ~warp.alive
+            if gone and self.strict:
+                raise self._absent(pending, warp, gone)
+        elif pending.kind != kind or (self.strict and pending.site != site):
+            raise DivergentWarp(
+                f"lanes of warp {warp.number} meet at different operations: {pending.kind[0]} at "
+                f"{self.site_text(pending.site)}, {kind[0]} at {self.site_text(site)} by lane {lane}"
+            )
+        pending.values[lane] = value
+        if len(pending.values) == (mask & warp.alive).bit_count():
+            return self._finish(warp, pending)[lane]
+        pending.waiting.append(t)
+        t.waits_for = kind[0]
+        self.hand_over()
+        return t.result
+
+    def _finish(self, warp: Warp, pending: Collective) -> dict[int, Any]:
+        del warp.pending[pending.mask]
+        results = pending.compute(pending.values)
+        for other in pending.waiting:
+            other.result = results[other.lane]
+        self.ready.extendleft(reversed(pending.waiting))
+        return results
+
+    def _absent(self, pending: Collective, warp: Warp, lanes: int) -> DivergentWarp:
+        return DivergentWarp(
+            f"{pending.kind[0]} at {self.site_text(pending.site)} waits for lanes {lanes:#010x} of warp {warp.number}, "
+            f"which left the kernel"
+        )
+
+    # waiting for anything else
+
+    def wait_in(self, queue: list[Thread], what: str) -> None:
+        """Puts the running thread into `queue` until somebody wakes it with `wake`."""
+        t = self.current
+        t.site, t.waits_for = self.kernel_site(), what
+        queue.append(t)
+        self.hand_over()
+
+    def wake(self, queue: list[Thread]) -> None:
+        """Makes all threads of `queue` ready."""
+        self.ready.extend(self.in_warp_order(queue))
+        queue.clear()
+
+    def give_way(self) -> None:
+        """Lets every other ready thread run first, as a thread that polls a flag must."""
+        self.ready.append(self.current)
+        self.hand_over()
+
+    # reports
+
+    def kernel_site(self) -> tuple[CodeType, int]:
+        """The innermost line of kernel code that is running."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code not in self.kernel_codes:
+            frame = frame.f_back
+        return (frame.f_code, frame.f_lasti) if frame is not None else (self.function.__code__, 0)
+
+    def site_text(self, site: tuple[CodeType, int]) -> str:
+        return describe_site(site[0], line_of(*site))
+
+    def _deadlock(self) -> Deadlock:
+        stuck: dict[tuple, list[Thread]] = {}
+        for t in self.threads:
+            if t not in self.left:
+                stuck.setdefault((t.waits_for, t.site), []).append(t)
+        places = "; ".join(
+            f"{describe_threads(threads)} in {what} at {self.site_text(site)}" for (what, site), threads in stuck.items()
+        )
+        return Deadlock(f"deadlock, no thread can go on: {places}")
+
+    def _explained(self, error: BaseException, t: Thread | None) -> BaseException:
+        """The error with the kernel's line, thread and block; a reader's own exception gets them as a note."""
+        place = f"block {self.where}"
+        trace, site = error.__traceback__, None
+        while trace is not None:
+            if trace.tb_frame.f_code in self.kernel_codes:
+                site = describe_site(trace.tb_frame.f_code, trace.tb_lineno)
+            trace = trace.tb_next
+        if t is not None and site is not None and site not in str(error):
+            place = f"{site}, thread {t.index}, {place}"
+        if isinstance(error, SimulationError):
+            return type(error)(f"{error} ({place})")
+        if isinstance(error, Exception):
+            error.add_note(f"in the simulated kernel: {place}")
+        return error
+
+    def _discard(self) -> None:
+        """Ends threads that stand in the middle of a kernel; the next launch makes new ones."""
+        for t in self.pool:
+            if t and not t.dead:
+                t.parent = getcurrent()
+                t.throw(GreenletExit)
+        self.pool = []
