@@ -6,7 +6,8 @@ Works with numba-cuda and with the simulator that numba itself ships (macOS).
 from __future__ import annotations
 
 import functools
-import os
+import re
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -49,9 +50,9 @@ machine = Machine()
 namespace = machine.on_switch = Cuda(machine)
 _USABLE = [n for n in (*vars(Cuda), *vars(namespace)) if not n.startswith("_") and n != "machine"]
 _OFFERED = {id(getattr(cuda, n)): n for n in _USABLE if hasattr(cuda, n)}
-import sys as _sys  # noqa: E402
 
-twins = TwinMaker(namespace, _sys.modules[__name__])
+
+twins = TwinMaker(namespace, sys.modules[__name__])
 
 
 # launching on the simulator
@@ -179,3 +180,108 @@ def device_capability() -> tuple[int, int]:
 def synchronize() -> None:
     if not SIMULATED:
         cuda.synchronize()
+
+
+# instructions: one PTX instruction each, as an intrinsic of numba's compiler
+
+_SCALARS = {"u32": "uint32", "s32": "int32", "u64": "uint64", "f32": "float32", "f64": "float64"}
+_CONSTRAINTS = {"u32": "r", "s32": "r", "u64": "l", "f32": "f", "f64": "d"}
+_ADDRESSES = {"global": ("l", 1), "shared": ("r", 3)}  # constraint and LLVM address space
+
+
+def make_intrinsic(
+    name: str, parameters: list[str], returns: tuple, takes: tuple, ptx: str, effects: bool, doc: str
+) -> Any:
+    """An intrinsic of numba's compiler that is one piece of inline PTX.
+
+    parameters: the Python names, an array operand being two of them (the array and a flat index). returns, takes:
+    kinds out of u32, s32, u64, f32, f64, and for operands also `global` and `shared` (an address). ptx: `$name` stands
+    for an operand, `$out` or `$out0`, `$out1` ... for results. effects: keeps the order of memory accesses.
+    """
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    kinds = {k: getattr(types, t) for k, t in _SCALARS.items()}
+    result = _result_type(types, [kinds[r] for r in returns])
+    text = _numbered(ptx, len(returns), parameters, takes)
+    constraints = [f"={_CONSTRAINTS[r]}" for r in returns]
+    constraints += [_ADDRESSES[t][0] if t in _ADDRESSES else _CONSTRAINTS[t] for t in takes]
+    constraints += ["~{memory}"] if effects else []
+
+    def generate(context: Any, builder: Any, signature: Any, values: tuple) -> Any:
+        operands, at = [], 0
+        for kind in takes:
+            if kind in _ADDRESSES:
+                operands.append(_address(context, builder, signature.args[at : at + 2], values[at : at + 2], kind))
+            else:
+                operands.append(values[at])
+            at += 2 if kind in _ADDRESSES else 1
+        outputs = [context.get_value_type(kinds[r]) for r in returns]
+        output = ir.VoidType() if not outputs else outputs[0] if len(outputs) == 1 else ir.LiteralStructType(outputs)
+        function = ir.FunctionType(output, [o.type for o in operands])
+        called = builder.call(ir.InlineAsm(function, text, ",".join(constraints), side_effect=effects), operands)
+        if not outputs:
+            return context.get_dummy_value()
+        if len(outputs) == 1:
+            return called
+        parts = [builder.extract_value(called, k) for k in range(len(outputs))]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    def typed(*given: Any) -> Any:
+        args, at = [], 0
+        for kind in takes:
+            if kind in _ADDRESSES:
+                index = given[at + 1]
+                wide = index not in (types.uint32, types.uint16, types.uint8)
+                args += [given[at], types.uint64 if wide else types.uint32]
+            else:
+                args.append(kinds[kind])
+            at += 2 if kind in _ADDRESSES else 1
+        return result(*args), generate
+
+    # numba reads the parameter names off the typing function, so it must have them
+    scope = {"typed": typed}
+    names = ", ".join(parameters)
+    exec(f"def {name}(typing_context, {names}):\n    return typed({names})", scope)  # noqa: S102
+    scope[name].__doc__, scope[name].__module__ = doc, __name__
+    return intrinsic(scope[name])
+
+
+def _result_type(types: Any, results: list) -> Any:
+    if not results:
+        return types.none
+    if len(results) == 1:
+        return results[0]
+    return types.UniTuple(results[0], len(results)) if len(set(results)) == 1 else types.Tuple(tuple(results))
+
+
+def _numbered(ptx: str, outputs: int, parameters: list[str], takes: tuple) -> str:
+    """LLVM's `$0`, `$1` in place of names; results come first. `${:uid}` stays: LLVM makes labels unique with it."""
+    numbers = {"out": 0, **{f"out{k}": k for k in range(outputs)}}
+    at = 0
+    for k, kind in enumerate(takes):
+        numbers[parameters[at]] = outputs + k
+        at += 2 if kind in _ADDRESSES else 1
+    return re.sub(r"\$(\w+)", lambda m: f"${numbers[m.group(1)]}", ptx)
+
+
+def _address(context: Any, builder: Any, kinds: Any, values: Any, space: str) -> Any:
+    """The address of `array[index]` in its state space, as the integer that inline PTX takes."""
+    from llvmlite import ir
+    from numba.cuda.np import arrayobj
+
+    array_type, index_type = kinds
+    data = arrayobj.make_array(array_type)(context, builder, values[0]).data
+    itemsize = context.get_abi_sizeof(context.get_data_type(array_type.dtype))
+    if space == "shared":
+        pointer = ir.PointerType(context.get_data_type(array_type.dtype), 3)
+        base, word = builder.ptrtoint(builder.addrspacecast(data, pointer), ir.IntType(32)), ir.IntType(32)
+    else:
+        base, word = builder.ptrtoint(data, ir.IntType(64)), ir.IntType(64)
+    index = values[1]
+    if index.type.width < word.width:
+        index = builder.zext(index, word)
+    elif index.type.width > word.width:
+        index = builder.trunc(index, word)
+    return builder.add(base, builder.mul(index, word(itemsize)))

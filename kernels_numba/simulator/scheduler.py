@@ -183,6 +183,7 @@ class Machine:
         self.left: list[Thread] = []
         self.shared: dict[Any, Any] = {}
         self.barriers: dict[int, Barrier] = {}
+        self.mbarriers: dict[tuple, Any] = {}
         self.main_barrier = Barrier()
         self.on_switch.blockIdx = self.where = where
         for warp in self.warps:

@@ -1,0 +1,127 @@
+"""Matrix fragments: `mma` and `ldmatrix`. All 32 lanes of a warp take part.
+
+In the fragments g = lane // 4 and t = lane % 4. A (16 x 16, row-major): a0 holds row g, columns 2t and 2t + 1; a1 row
+g + 8; a2 and a3 the same rows, columns 8 further. B (16 x 8): b0 holds rows 2t and 2t + 1 of column g, b1 rows 8 further.
+C (16 x 8): c0, c1 hold row g, columns 2t and 2t + 1; c2, c3 row g + 8. Source: PTX ISA, "Matrix fragments for mma".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kernels_numba.instruction import instruction
+from kernels_numba.numba_bridge import machine
+
+_ALL = 0xFFFFFFFF
+
+
+def _as_halves(words: np.ndarray) -> np.ndarray:
+    return words.view(np.float16).astype(np.float32)
+
+
+def _as_bfloats(words: np.ndarray) -> np.ndarray:
+    pairs = words.view(np.uint16).astype(np.uint32) << 16
+    return pairs.view(np.float32)
+
+
+def _multiply(values: dict[int, tuple], depth: int, unpack: Any) -> dict[int, tuple]:
+    """D = A @ B + C of one warp, from and to fragments; `depth` is k, 8 or 16."""
+    lanes = [values[lane] for lane in range(32)]
+    words = depth // 4  # of A in a lane: 2 for k = 8, 4 for k = 16
+    a_words = np.array([v[:words] for v in lanes], np.uint32)
+    b_words = np.array([v[words : words + words // 2] for v in lanes], np.uint32)
+    c = np.array([v[words + words // 2 :] for v in lanes], np.float32)
+    # a lane's words are (half of the columns, half of the rows), its halves two columns
+    a = unpack(a_words).reshape(8, 4, words // 2, 2, 2)  # g, t, column half, row half, column
+    a = a.transpose(3, 0, 2, 1, 4).reshape(16, depth)
+    b = unpack(b_words).reshape(8, 4, words // 2, 2).transpose(2, 1, 3, 0).reshape(depth, 8)
+    d = (a.astype(np.float64) @ b.astype(np.float64)).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+    d = (d + c).astype(np.float32)
+    return {lane: tuple(d[lane]) for lane in range(32)}
+
+
+def _mma(name: str, depth: int, unpack: Any, operands: tuple) -> tuple:
+    return machine.collective((name,), _ALL, operands, lambda values: _multiply(values, depth, unpack))
+
+
+@instruction(
+    "f32 f32 f32 f32",
+    "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$out0, $out1, $out2, $out3}, "
+    "{$a0, $a1, $a2, $a3}, {$b0, $b1}, {$c0, $c1, $c2, $c3};",
+    effects=True,
+    least=(8, 0),
+)
+def mma_f16(a0: int, a1: int, a2: int, a3: int, b0: int, b1: int, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple:
+    """A (16 x 16) @ B (16 x 8) + C of fp16 fragments, accumulated in float32."""
+    return _mma("mma_f16", 16, _as_halves, (a0, a1, a2, a3, b0, b1, c0, c1, c2, c3))
+
+
+@instruction(
+    "f32 f32 f32 f32",
+    "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32",
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$out0, $out1, $out2, $out3}, "
+    "{$a0, $a1, $a2, $a3}, {$b0, $b1}, {$c0, $c1, $c2, $c3};",
+    effects=True,
+    least=(8, 0),
+)
+def mma_bf16(a0: int, a1: int, a2: int, a3: int, b0: int, b1: int, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple:
+    """A (16 x 16) @ B (16 x 8) + C of bf16 fragments, accumulated in float32."""
+    return _mma("mma_bf16", 16, _as_bfloats, (a0, a1, a2, a3, b0, b1, c0, c1, c2, c3))
+
+
+@instruction(
+    "f32 f32 f32 f32",
+    "u32 u32 u32 f32 f32 f32 f32",
+    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$out0, $out1, $out2, $out3}, "
+    "{$a0, $a1}, {$b0}, {$c0, $c1, $c2, $c3};",
+    effects=True,
+)
+def mma_f16_k8(a0: int, a1: int, b0: int, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple:
+    """A (16 x 8) @ B (8 x 8) + C of fp16 fragments: the shape that compute capability 7.5 has."""
+    return _mma("mma_f16_k8", 8, _as_halves, (a0, a1, b0, c0, c1, c2, c3))
+
+
+def _matrices(values: dict[int, bytes], count: int, transposed: bool) -> dict[int, tuple]:
+    """Fragments of `count` 8 x 8 matrices of 2-byte elements; lane 8m + r brings row r of matrix m."""
+    rows = np.stack([np.frombuffer(values[lane], np.uint16) for lane in range(8 * count)]).reshape(count, 8, 8)
+    rows = np.ascontiguousarray(rows.transpose(0, 2, 1) if transposed else rows)
+    words = rows.view(np.uint32).reshape(count, 32)  # lane 4r + t: row r, columns 2t and 2t + 1
+    return {lane: tuple(int(w) for w in words[:, lane]) for lane in range(32)}
+
+
+def _ldmatrix(name: str, count: int, transposed: bool, array: Any, index: int) -> tuple:
+    raw = array.bytes_at(index, 16) if machine.current.lane < 8 * count else b""
+    return machine.collective((name,), _ALL, raw, lambda values: _matrices(values, count, transposed))
+
+
+@instruction(
+    "u32 u32 u32 u32",
+    "shared",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$out0, $out1, $out2, $out3}, [$array];",
+    effects=True,
+)
+def ldmatrix_x4(array: Any, index: int) -> tuple:
+    """Four 8 x 8 matrices of 16-bit elements; lane 8m + r names the 16-byte row r of matrix m."""
+    return _ldmatrix("ldmatrix_x4", 4, False, array, index)
+
+
+@instruction(
+    "u32 u32 u32 u32",
+    "shared",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$out0, $out1, $out2, $out3}, [$array];",
+    effects=True,
+)
+def ldmatrix_x4_transposed(array: Any, index: int) -> tuple:
+    """`ldmatrix_x4` with each matrix transposed on the way."""
+    return _ldmatrix("ldmatrix_x4_transposed", 4, True, array, index)
+
+
+@instruction(
+    "u32 u32", "shared", "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$out0, $out1}, [$array];", effects=True
+)
+def ldmatrix_x2(array: Any, index: int) -> tuple:
+    """Two 8 x 8 matrices; lanes 0 to 15 name the rows."""
+    return _ldmatrix("ldmatrix_x2", 2, False, array, index)
