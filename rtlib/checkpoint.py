@@ -12,7 +12,7 @@ from rtlib.config import ModelConfig
 from rtlib.errors import CheckpointError, join_problems
 from rtlib.folder import ModelFolder
 from rtlib.hub import find_folder
-from rtlib.layout import EMBEDDING, HEAD, TensorSpec, expected_tensors, is_ignored
+from rtlib.layout import EMBEDDING, HEAD, compare_tensors, expected_tensors
 from rtlib.scheme import QuantScheme, read_scheme
 from rtlib.tensorfile import TensorEntry, TensorFile
 
@@ -45,7 +45,8 @@ class Checkpoint:
         config = ModelConfig.from_dict(raw, folder.path / "config.json")
         scheme = read_scheme(raw, folder.path / "config.json")
         files = _open_files(folder)
-        problems = _compare(expected_tensors(config, scheme, files.keys()), files)
+        entries = {name: file.entries[name] for name, file in files.items()}
+        problems = compare_tensors(expected_tensors(config, scheme, files.keys()), entries)
         if problems:
             raise CheckpointError(join_problems(folder.path, problems))
         return cls(folder, config, folder.optional_json("generation_config.json"), scheme, files)
@@ -149,20 +150,4 @@ def _index_problems(index: dict[str, str], shards: dict[str, TensorFile]) -> lis
             problems.append(f"{name} lies in both {' and '.join(found)}")
         elif [index.get(name)] != found:
             problems.append(f"{name} is in {found[0] if found else 'no shard'}, the index says {index.get(name)}")
-    return problems
-
-
-def _compare(expected: dict[str, TensorSpec], files: dict[str, TensorFile]) -> list[str]:
-    """List missing, misshapen, mistyped and unknown tensors."""
-    missing = sorted(name for name, spec in expected.items() if name not in files and not spec.optional)
-    problems = [f"missing tensors: {', '.join(missing)}"] if missing else []
-    unknown = sorted(name for name in files if name not in expected and not is_ignored(name))
-    if unknown:
-        problems.append(f"unknown tensors: {', '.join(unknown)}")
-    for name in sorted(expected.keys() & files.keys()):
-        spec, entry = expected[name], files[name].entries[name]
-        if entry.shape != spec.shape:
-            problems.append(f"{name} has shape {list(entry.shape)}, expected {list(spec.shape)}")
-        if entry.dtype not in spec.dtypes:
-            problems.append(f"{name} has dtype {entry.dtype}, expected {' or '.join(spec.dtypes)}")
     return problems

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rtlib.config import ModelConfig
 from rtlib.scheme import QuantScheme
+from rtlib.tensorfile import TensorEntry
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -50,6 +51,12 @@ def projection_shape(config: ModelConfig, projection: str) -> tuple[int, int]:
     }[projection]
 
 
+def fused_shape(config: ModelConfig, name: str) -> tuple[int, int]:
+    """Return outputs and inputs of a fused linear."""
+    shapes = [projection_shape(config, projection) for projection in FUSED[name]]
+    return sum(outputs for outputs, _ in shapes), shapes[0][1]
+
+
 def has_bias(config: ModelConfig, projection: str) -> bool:
     """Tell whether a projection has a bias: q, k and v do, unless the config says otherwise."""
     return config.attention_bias and projection in FUSED["qkv"]
@@ -58,11 +65,6 @@ def has_bias(config: ModelConfig, projection: str) -> bool:
 def is_quantised(scheme: QuantScheme | None, names: Collection[str], prefix: str) -> bool:
     """Tell whether a linear is stored in a scheme's words; such checkpoints may leave some linears in float."""
     return scheme is not None and (f"{prefix}.qweight" in names or f"{prefix}.weight" not in names)
-
-
-def is_ignored(name: str) -> bool:
-    """Tell whether an unexpected tensor is known to carry nothing."""
-    return name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_tensors(config: ModelConfig, scheme: QuantScheme | None, names: Collection[str]) -> dict[str, TensorSpec]:
@@ -86,6 +88,22 @@ def expected_tensors(config: ModelConfig, scheme: QuantScheme | None, names: Col
             if has_bias(config, projection):
                 specs[f"{prefix}{projection}.bias"] = TensorSpec(shape[:1])
     return specs
+
+
+def compare_tensors(expected: dict[str, TensorSpec], found: dict[str, TensorEntry]) -> list[str]:
+    """List missing, unknown, misshapen and mistyped tensors, one sentence each."""
+    missing = sorted(name for name, spec in expected.items() if name not in found and not spec.optional)
+    problems = [f"missing tensors: {', '.join(missing)}"] if missing else []
+    unknown = sorted(name for name in found if name not in expected and not name.endswith(_IGNORED_SUFFIXES))
+    if unknown:
+        problems.append(f"unknown tensors: {', '.join(unknown)}")
+    for name in sorted(expected.keys() & found.keys()):
+        spec, entry = expected[name], found[name]
+        if entry.shape != spec.shape:
+            problems.append(f"{name} has shape {list(entry.shape)}, expected {list(spec.shape)}")
+        if entry.dtype not in spec.dtypes:
+            problems.append(f"{name} has dtype {entry.dtype}, expected {' or '.join(spec.dtypes)}")
+    return problems
 
 
 def _projections() -> Iterator[str]:

@@ -75,7 +75,7 @@ def quantise_nearest(weight: np.ndarray, group: int = 128) -> Int4Weight:
     return _by_chunks(weight, group, _nearest)
 
 
-def dequantise(weight: Int4Weight | Int8Table, rows: slice = slice(None)) -> np.ndarray:
+def dequantise(weight: Int4Weight | Int8Table, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
     """Return float64 weights, all or some rows: exactly s * (q - z) for INT4, s * code for the int8 table."""
     if isinstance(weight, Int8Table):
         codes = weight.codes[rows].astype(np.float64)

@@ -89,9 +89,9 @@ def test_search_is_near_the_best_of_a_dense_grid():
             codes = np.clip(np.rint(weight / (shrink * full_step) + zero), 0, 15)
             error = ((shrink * full_step * (codes - zero) - weight) ** 2).sum(axis=1)
             best = np.minimum(best, error)
-    # a local search against 3660 candidates that ignore fp16: 4 % above them on average here, 25 % for the worst group
+    # a local search against 3660 candidates that ignore fp16: 3 % above them on average here, 17 % for the worst group
     assert found.sum() < 1.08 * best.sum()
-    assert (found < 1.4 * best).all()
+    assert (found < 1.3 * best).all()
 
 
 def test_no_single_group_gets_worse_than_the_scale_of_zero():
