@@ -2,7 +2,14 @@
 
 
 class RtlibError(Exception):
-    """Base of every error that the runtime raises on purpose; the command line turns it into exit code 2."""
+    """Base of every error that the runtime raises on purpose; the command line turns it into exit code 2.
+
+    The message is kept on one line: what it quotes from a file or a prompt may hold line breaks and control characters.
+    """
+
+    def __init__(self, message: object) -> None:
+        """Take the message, with everything that does not print replaced by spaces."""
+        super().__init__("".join(c if c.isprintable() else " " for c in str(message)))
 
 
 class CheckpointError(RtlibError):

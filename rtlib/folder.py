@@ -28,7 +28,7 @@ class ModelFolder:
         Raises CheckpointError for a name with a directory in it, a missing file, and a link that leads out of the
         folder; the links of a Hugging Face snapshot lead into `blobs` of the same cached model, which is allowed.
         """
-        if not name or Path(name).name != name or "\\" in name or "\0" in name:
+        if name in ("", ".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
             raise CheckpointError(f"{self.path}: the file name {name!r} is not a plain name; nothing outside is read")
         path = self.path / name
         if not path.is_file():
@@ -51,7 +51,7 @@ class ModelFolder:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not valid JSON ({' '.join(str(error).split())}); fetch it again") from None
+            raise CheckpointError(f"{path}: not valid JSON ({error}); fetch it again") from None
         if not isinstance(value, dict):
             raise CheckpointError(f"{path}: holds {type(value).__name__}, expected a JSON object")
         return value

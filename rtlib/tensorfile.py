@@ -137,7 +137,7 @@ def _parse_header(path: Path, header: bytes, size: int) -> dict[str, TensorEntry
     try:
         raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header is not valid JSON ({_one_line(error)}); fetch it again") from None
+        raise CheckpointError(f"{path}: the header is not valid JSON ({error}); fetch it again") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: the header is {type(raw).__name__}, expected an object; fetch it again")
     base = 8 + len(header)
@@ -193,8 +193,3 @@ def _check_cover(path: Path, entries: dict[str, TensorEntry], base: int, size: i
         raise CheckpointError(
             f"{path}: {size - position} trailing bytes that the header does not describe; fetch it again"
         )
-
-
-def _one_line(error: Exception) -> str:
-    """Return an error's text without line breaks."""
-    return " ".join(str(error).split())
