@@ -172,6 +172,18 @@ if SIMULATED:
 # the GPU
 
 
+def compile_without_device() -> None:
+    """Lets numba compile device functions on a machine without a GPU, for the compute capability of the settings."""
+    from numba.cuda import dispatcher
+
+    class Absent:
+        @property
+        def compute_capability(self) -> tuple[int, int]:
+            return machine.settings.compute_capability
+
+    dispatcher.get_current_device = Absent
+
+
 def device_capability() -> tuple[int, int]:
     """The compute capability of the GPU in use."""
     return tuple(cuda.get_current_device().compute_capability)

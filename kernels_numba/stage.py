@@ -61,6 +61,9 @@ has_device: bool = _chosen != "compile"
 
 from kernels_numba import numba_bridge  # noqa: E402  (imports numba, so only after the choice)
 
+if not has_device:
+    numba_bridge.compile_without_device()
+
 settings = numba_bridge.machine.settings
 simulate = numba_bridge.simulate
 

@@ -91,22 +91,6 @@ def floats_half2(low: Any, high: Any) -> int:
     return _half2(low, high)
 
 
-@instruction("u32", "f32 f32", "cvt.rn.bf16x2.f32 $out, $high, $low;", least=(8, 0))
-def floats_bf16x2(low: Any, high: Any) -> int:
-    """Two float32 numbers rounded to bf16, to nearest even, packed."""
-    return _bf16(low) | _bf16(high) << 16
-
-
-def _bf16(x: Any) -> int:
-    bits = float_bits_of(x)
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF if x == x else 0x7FFF
-
-
-def float_bits_of(x: Any) -> int:
-    """`float_bits` for use outside kernels, in any process."""
-    return _INT.unpack(_FLOAT.pack(x))[0]
-
-
 @instruction("u32", "u32 u32", "sub.rn.f16x2 $out, $a, $b;")
 def half2_sub(a: int, b: int) -> int:
     """a - b on both halves, each rounded to fp16."""
@@ -139,10 +123,10 @@ def rsqrt(x: Any) -> np.float32:
     return np.float32(1.0 / np.sqrt(np.float64(x)))
 
 
-@instruction("f32", "f32", "rcp.rn.f32 $out, $x;")
-def reciprocal(x: Any) -> np.float32:
-    """1 / x, rounded to nearest; 1 / 0 is infinite."""
-    return np.float32(np.float64(1.0) / np.float64(x))
+@instruction("f32", "f32 f32", "div.rn.f32 $out, $a, $b;")
+def divide(a: Any, b: Any) -> np.float32:
+    """a / b rounded to nearest; a / 0 is infinite, where numba's own division would test for 0 first."""
+    return np.float32(np.float32(a) / np.float32(b))
 
 
 @instruction("f32", "f32 f32", "max.f32 $out, $a, $b;")

@@ -35,6 +35,12 @@ def stream_u32(array: Any, index: int) -> int:
     return array.load(index, 1)[0]
 
 
+@instruction("", "global", "prefetch.global.L2 [$array];", effects=True)
+def prefetch(array: Any, index: int) -> None:
+    """Asks for the cache line of an element to be brought into the L2 cache."""
+    array.span(index, 1, 1)
+
+
 @instruction(
     "u32 u32 u32 u32", "global", "ld.global.v4.u32 {$out0, $out1, $out2, $out3}, [$array];", effects=True
 )

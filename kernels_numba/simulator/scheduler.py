@@ -107,6 +107,7 @@ class Thread(greenlet):
     def run(self) -> None:
         machine = self.machine
         with np.errstate(all="ignore"):
+            machine.hub.switch()  # parked at the launch's own depth: a greenlet's stack starts where it was started
             while True:
                 try:
                     machine.function(*machine.arguments)
@@ -139,8 +140,8 @@ class Machine:
         self._check(grid, block)
         self.function, self.arguments = function, arguments
         self.grid, self.block, self.dynamic_shared = grid, block, dynamic_shared
-        self._prepare_threads(block)
         self.running, self.hub, self.failure = True, getcurrent(), None
+        self._prepare_threads(block)
         self.rng = random.Random(self.settings.warp_order)
         self.strict = not self.settings.hardware
         try:
@@ -169,6 +170,7 @@ class Machine:
         count = block.x * block.y * block.z
         while len(self.pool) < count:
             self.pool.append(Thread(self, len(self.pool)))
+            self.pool[-1].switch()
         self.threads = self.pool[:count]
         for t in self.threads:
             i = t.linear
