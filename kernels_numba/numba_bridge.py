@@ -297,3 +297,27 @@ def _address(context: Any, builder: Any, kinds: Any, values: Any, space: str) ->
     elif index.type.width > word.width:
         index = builder.trunc(index, word)
     return builder.add(base, builder.mul(index, word(itemsize)))
+
+
+@functools.cache
+def default_stream() -> Any:
+    """The legacy default stream as a cuda.core stream."""
+    from numba.cuda.cudadrv import driver
+
+    return driver._to_core_stream(0)
+
+
+def prepared(kernel: Any, args: tuple) -> tuple[Any, list]:
+    """The loaded GPU function of a kernel for these arguments, and the arguments as its parameters."""
+    types = tuple(kernel.typeof_pyval(a) for a in args)
+    compiled = kernel.overloads.get(types) or kernel.compile(types)
+    parameters: list = []
+    for argument_type, value in zip(compiled.argument_types, args, strict=True):
+        compiled._prepare_args(argument_type, value, 0, [], parameters)
+    return compiled._codelibrary.get_cufunc().kernel, parameters
+
+
+def recorded(kernel: Any, grid: tuple, block: tuple, args: tuple) -> Any:
+    """A launch on the simulator whose arrays are the memory that they are now."""
+    fixed = tuple(a._ary if hasattr(a, "_ary") else a for a in args)
+    return functools.partial(SimulatedLaunch(kernel, grid, block), *fixed)

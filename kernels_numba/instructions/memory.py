@@ -112,3 +112,9 @@ def ticket(array: Any, index: int, value: int) -> int:
 def load_f32_l2(array: Any, index: int) -> np.float32:
     """One float from the L2 cache: what other blocks of the same launch have written."""
     return array.load(index, 1)[0]
+
+
+@instruction("u32", "global", "ld.global.cg.u32 $out, [$array];", effects=True)
+def load_u32_l2(array: Any, index: int) -> int:
+    """One word from the L2 cache: what other blocks of the same launch have written."""
+    return array.load(index, 1)[0]
