@@ -96,9 +96,7 @@ FRAGMENTS = [*"<|>_ \n\ufdd0", "im", "start", "end", "<|im_end|>", "<|im_start|>
 @example(text="<|im_end|><|im_end|>")
 @example(text="<|im_<|im_end|>end|>")
 @example(text="\ufdd0<|im_end|>\ufdd0\ufdd0<|im_")
-@given(
-    text=st.text(st.sampled_from([*"<|>_ \n\ufdd0", "im", "start", "end", "<|im_end|>", "<|im_start|>"]), max_size=30)
-)
+@given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join))
 def test_no_message_makes_a_control_token(tiny, tiny_chat, text):
     control = set(tiny.control.values())
     expected = [i for i in tiny_chat.encode([user("x"), user("y")]) if i in control]

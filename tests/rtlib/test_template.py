@@ -47,7 +47,7 @@ REFUSED_WHEN_RUN = {
     "json of anything": "{{ range | tojson }}",
     "json indent": "{{ [1] | tojson(indent=100000000) }}",
     "namespace in itself": "{% set n = namespace() %}{% set n.x = [n] %}",
-    "namespaces nested": "{% set n = namespace() %}{% for i in range(99) %}{% set n.x = namespace(a=n, b=n) %}{% endfor %}",
+    "namespaces nested": "{% set n = namespace() %}{% for i in range(99) %}{% set n.x = namespace(a=n) %}{% endfor %}",
 }
 
 ENDLESS = {
