@@ -21,12 +21,12 @@ from kernels_numba.instructions.arithmetic import (
     half2_floats,
     round_int,
 )
+from kernels_numba.reduce import ALL_LANES
 
 INT8, FP16, BF16 = 0, 1, 2
 FORMS = {"int8": INT8, "fp16": FP16, "bf16": BF16}
 BLOCK = 32  # activations that share a scale
 
-ALL_LANES = 0xFFFFFFFF
 SMALLEST = 1e-30  # a block whose absmax is below counts as zero: 127 / absmax would overflow
 
 

@@ -76,7 +76,9 @@ class Graph:
     def __init__(self, launches: Sequence[Launch], repeats: int = 1):
         self.count = len(launches) * repeats
         if stage.name == "sim":
-            self._recorded = [numba_bridge.recorded(launch.kernel, launch.grid, launch.block, launch.args) for launch in launches]
+            self._recorded = [
+                numba_bridge.recorded(launch.kernel, launch.grid, launch.block, launch.args) for launch in launches
+            ]
             self._repeats = repeats
             return
         from cuda.core import Device

@@ -107,7 +107,9 @@ class SimulatedLaunch:
         names = function.__code__.co_varnames
         arguments = tuple(_as_argument(a, n, write_back) for a, n in zip(args, names, strict=False))
         if len(args) != function.__code__.co_argcount:
-            raise TypeError(f"{function.__name__} takes {function.__code__.co_argcount} arguments, {len(args)} were given")
+            raise TypeError(
+                f"{function.__name__} takes {function.__code__.co_argcount} arguments, {len(args)} were given"
+            )
         machine.launch(twins.twin(function), arguments, self.grid, self.block, self.dynamic_shared)
         for copy in write_back:
             copy()

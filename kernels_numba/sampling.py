@@ -11,9 +11,9 @@ import functools
 
 from numba import cuda, float32, int32, uint32
 
-from kernels_numba.activation import ALL_LANES
 from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
 from kernels_numba.instructions.memory import load_f32_l2, load_u32_l2, ticket
+from kernels_numba.reduce import ALL_LANES
 
 RUNNING, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
 MAX_STOP_IDS = 8
