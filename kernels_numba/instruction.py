@@ -41,10 +41,11 @@ def instruction(
         name = meaning.__name__
         INSTRUCTIONS[name] = Instruction(name, results, operands, ptx, least, meaning)
         if numba_bridge.SIMULATED:
+            numba_bridge.twins.learn(meaning, meaning, least)
             return meaning
         parameters = list(inspect.signature(meaning).parameters)
         made = numba_bridge.make_intrinsic(name, parameters, results, operands, ptx, effects, meaning.__doc__ or "")
-        numba_bridge.twins.learn(made, meaning)
+        numba_bridge.twins.learn(made, meaning, least)
         return made
 
     return define

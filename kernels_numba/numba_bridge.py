@@ -49,7 +49,8 @@ def cuda_name(value: Any) -> str | None:
 machine = Machine()
 namespace = machine.on_switch = Cuda(machine)
 _USABLE = [n for n in (*vars(Cuda), *vars(namespace)) if not n.startswith("_") and n != "machine"]
-_OFFERED = {id(getattr(cuda, n)): n for n in _USABLE if hasattr(cuda, n)}
+# numbers (warpsize) stay numbers: small ints are one object for everybody
+_OFFERED = {id(getattr(cuda, n)): n for n in _USABLE if hasattr(cuda, n) and not isinstance(getattr(cuda, n), int)}
 
 
 twins = TwinMaker(namespace, sys.modules[__name__])
@@ -58,20 +59,25 @@ twins = TwinMaker(namespace, sys.modules[__name__])
 # launching on the simulator
 
 
-def _as_argument(value: Any, name: str, write_back: list) -> Any:
-    """A launch argument as a kernel sees it; host copies that must go back are noted in `write_back`."""
+def _as_argument(value: Any, name: str, write_back: list, copies: dict) -> Any:
+    """A launch argument as a kernel sees it.
+
+    Host copies that must go back are noted in `write_back`; an array given twice is copied once, through `copies`.
+    """
     if isinstance(value, (tuple, list)):
-        return tuple(_as_argument(v, name, write_back) for v in value)
+        return tuple(_as_argument(v, name, write_back, copies) for v in value)
     if isinstance(value, np.ndarray) and value.ndim:
-        return Array(_contiguous(value, write_back), name)
+        return Array(_contiguous(value, write_back, copies), name)
     if hasattr(value, "_ary"):  # the simulator's device array
-        return Array(_contiguous(value._ary, write_back), name)
+        return Array(_contiguous(value._ary, write_back, copies), name)
     if hasattr(value, "copy_to_host"):  # a GPU's device array, simulated beside the GPU
-        host = value.copy_to_host()
-        write_back.append(lambda: value.copy_to_device(host))
+        host = copies.get(id(value))
+        if host is None:
+            host = copies[id(value)] = value.copy_to_host()
+            write_back.append(lambda: value.copy_to_device(host))
         return Array(host, name)
     if hasattr(value, "to_device") and hasattr(value, "value"):  # cuda.In, Out, InOut
-        return _as_argument(value.value, name, write_back)
+        return _as_argument(value.value, name, write_back, copies)
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if isinstance(value, (int, np.integer)):
@@ -79,11 +85,16 @@ def _as_argument(value: Any, name: str, write_back: list) -> Any:
     return np.float64(value) if isinstance(value, float) and not isinstance(value, np.floating) else value
 
 
-def _contiguous(array: np.ndarray, write_back: list) -> np.ndarray:
+def _contiguous(array: np.ndarray, write_back: list, copies: dict) -> np.ndarray:
     if array.flags.c_contiguous:
         return array
-    copy = np.ascontiguousarray(array)
-    write_back.append(lambda: np.copyto(array, copy))
+    copy = copies.get(id(array))
+    if copy is None:
+        copy = copies[id(array)] = np.ascontiguousarray(array)
+        if array.flags.writeable:
+            write_back.append(lambda: np.copyto(array, copy))
+        else:
+            copy.flags.writeable = False
     return copy
 
 
@@ -103,14 +114,14 @@ class SimulatedLaunch:
             self.stream.record_launch(self, args)
             return
         function = device_function(self.kernel)
+        code = function.__code__
+        if len(args) != code.co_argcount:
+            raise TypeError(f"{function.__name__} takes {code.co_argcount} arguments, {len(args)} were given")
         write_back: list[Callable] = []
-        names = function.__code__.co_varnames
-        arguments = tuple(_as_argument(a, n, write_back) for a, n in zip(args, names, strict=False))
-        if len(args) != function.__code__.co_argcount:
-            raise TypeError(
-                f"{function.__name__} takes {function.__code__.co_argcount} arguments, {len(args)} were given"
-            )
-        machine.launch(twins.twin(function), arguments, self.grid, self.block, self.dynamic_shared)
+        copies: dict[int, np.ndarray] = {}
+        named = zip(args, code.co_varnames, strict=False)
+        arguments = tuple(_as_argument(a, n, write_back, copies) for a, n in named)
+        machine.launch(twins.kernel(function), arguments, self.grid, self.block, self.dynamic_shared)
         for copy in write_back:
             copy()
 
@@ -158,7 +169,7 @@ def _install() -> None:
 
 def _tolerant(jit: Callable) -> Callable:
     """`cuda.jit` that accepts, and passes over, the options that only a GPU compiler knows."""
-    known = {"device", "debug", "fastmath", "link", "boundscheck", "opt", "cache", "inline", "argtypes", "restype"}
+    known = {"device", "debug", "fastmath"}
 
     @functools.wraps(jit)
     def accepting(func_or_sig: Any = None, **options: Any) -> Any:
@@ -189,6 +200,11 @@ def compile_without_device() -> None:
 def device_capability() -> tuple[int, int]:
     """The compute capability of the GPU in use."""
     return tuple(cuda.get_current_device().compute_capability)
+
+
+def device_multiprocessors() -> int:
+    """The number of multiprocessors of the GPU in use."""
+    return cuda.get_current_device().MULTIPROCESSOR_COUNT
 
 
 def synchronize() -> None:
@@ -257,7 +273,7 @@ def make_intrinsic(
     # numba reads the parameter names off the typing function, so it must have them
     scope = {"typed": typed}
     names = ", ".join(parameters)
-    exec(f"def {name}(typing_context, {names}):\n    return typed({names})", scope)  # noqa: S102
+    exec(f"def {name}(typing_context, {names}):\n    return typed({names})", scope)
     scope[name].__doc__, scope[name].__module__ = doc, __name__
     return intrinsic(scope[name])
 

@@ -1,4 +1,4 @@
-"""Bits, bytes, halves and approximate functions. A `half2` is two fp16 numbers in one uint32, the first in the low half."""
+"""Bits, bytes, halves, approximate functions. A `half2` is two fp16 numbers in one uint32, the first in its low half."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels_numba.instruction import instruction
 
+_TOP = 1 << 31  # one past the largest int32
 _INT = struct.Struct("<I")
 _FLOAT = struct.Struct("<f")
 _HALVES = struct.Struct("<2e")
@@ -33,7 +34,7 @@ def and_or(a: int, b: int, c: int) -> int:
 
 @instruction("u32", "u32 u32 u32", "prmt.b32 $out, $a, $b, $selector;")
 def prmt(a: int, b: int, selector: int) -> int:
-    """Four bytes out of the eight of (a, b), each named by a nibble of `selector`; its bit 3 repeats the byte's sign."""
+    """Four bytes out of the eight of (a, b), named by nibbles of `selector`; their bit 3 repeats the byte's sign."""
     source = a | b << 32
     out = 0
     for k in range(4):
@@ -49,12 +50,13 @@ def prmt(a: int, b: int, selector: int) -> int:
 def dp4a(a: int, b: int, c: int) -> int:
     """c plus the dot product of four unsigned bytes of a with four signed bytes of b."""
     x, y, z, w = _BYTES.unpack(_INT.pack(b))
-    return c + (a & 255) * x + (a >> 8 & 255) * y + (a >> 16 & 255) * z + (a >> 24) * w
+    total = c + (a & 255) * x + (a >> 8 & 255) * y + (a >> 16 & 255) * z + (a >> 24) * w
+    return total if -_TOP <= total < _TOP else (total + _TOP) % (2 * _TOP) - _TOP
 
 
 @instruction("f32", "f32 f32 f32", "fma.rn.f32 $out, $a, $b, $c;")
 def fma(a: Any, b: Any, c: Any) -> np.float32:
-    """a * b + c, rounded once."""
+    """a * b + c, rounded once (here through float64: a result next to a tie may round the other way, one in 2^29)."""
     return np.float32(float(a) * float(b) + float(c))
 
 
@@ -107,8 +109,8 @@ def half2_fma(a: int, b: int, c: int) -> int:
 
 @instruction("s32", "f32", "cvt.rni.s32.f32 $out, $x;")
 def round_int(x: Any) -> int:
-    """The nearest integer, halves to even; NaN gives 0."""
-    return int(np.rint(x)) if x == x else 0
+    """The nearest integer, halves to even; NaN gives 0, and what int32 cannot hold the end of its range."""
+    return int(min(max(np.rint(x), -_TOP), _TOP - 1)) if x == x else 0
 
 
 @instruction("f32", "f32", "ex2.approx.f32 $out, $x;")

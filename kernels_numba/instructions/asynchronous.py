@@ -80,8 +80,13 @@ class Mbarrier:
         self.copies = []
 
 
+def _place(array: Any, index: int) -> int:
+    """The address: two views of one array may name the same mbarrier."""
+    return array.data.__array_interface__["data"][0] + 8 * index
+
+
 def _mbarrier(array: Any, index: int) -> Mbarrier:
-    found = machine.mbarriers.get((id(array), index))
+    found = machine.mbarriers.get(_place(array, index))
     if found is None:
         raise SimulationError(f"{array.name}[{index}] is used as an mbarrier before mbarrier_init")
     return found
@@ -91,7 +96,7 @@ def _mbarrier(array: Any, index: int) -> Mbarrier:
 def mbarrier_init(array: Any, index: int, count: int) -> None:
     """Makes an mbarrier whose phases complete after `count` arrivals; a syncthreads must follow."""
     array.span(index, 1, 8)
-    machine.mbarriers[(id(array), index)] = Mbarrier(count)
+    machine.mbarriers[_place(array, index)] = Mbarrier(count)
 
 
 @instruction("", "shared", "{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [$array]; }", effects=True, least=(8, 0))
@@ -99,7 +104,9 @@ def mbarrier_arrive(array: Any, index: int) -> None:
     """One arrival."""
     barrier = _mbarrier(array, index)
     if barrier.pending == 0:
-        raise SimulationError(f"{array.name}[{index}] gets more arrivals in a phase than the {barrier.count} it expects")
+        raise SimulationError(
+            f"{array.name}[{index}] gets more arrivals in a phase than the {barrier.count} it expects"
+        )
     barrier.pending -= 1
     barrier.advance()
 

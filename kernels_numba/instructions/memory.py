@@ -1,4 +1,4 @@
-"""Loads and stores of a stated width. Array operands are one-dimensional arrays and a flat index, aligned to the access.
+"""Loads and stores of a stated width. An array operand is a one-dimensional array and a flat index, aligned to it.
 
 `stream_*` is for weights: data that no kernel writes, read once, so it should leave no trace in the L1 cache.
 The others keep their order against barriers and dependent launches.
@@ -41,17 +41,13 @@ def prefetch(array: Any, index: int) -> None:
     array.span(index, 1, 1)
 
 
-@instruction(
-    "u32 u32 u32 u32", "global", "ld.global.v4.u32 {$out0, $out1, $out2, $out3}, [$array];", effects=True
-)
+@instruction("u32 u32 u32 u32", "global", "ld.global.v4.u32 {$out0, $out1, $out2, $out3}, [$array];", effects=True)
 def load_u32x4(array: Any, index: int) -> tuple:
     """16 bytes as four words."""
     return array.load(index, 4)
 
 
-@instruction(
-    "f32 f32 f32 f32", "global", "ld.global.v4.f32 {$out0, $out1, $out2, $out3}, [$array];", effects=True
-)
+@instruction("f32 f32 f32 f32", "global", "ld.global.v4.f32 {$out0, $out1, $out2, $out3}, [$array];", effects=True)
 def load_f32x4(array: Any, index: int) -> tuple:
     """16 bytes as four floats."""
     return array.load(index, 4)

@@ -1,7 +1,7 @@
 """Matrix fragments: `mma` and `ldmatrix`. All 32 lanes of a warp take part.
 
 In the fragments g = lane // 4 and t = lane % 4. A (16 x 16, row-major): a0 holds row g, columns 2t and 2t + 1; a1 row
-g + 8; a2 and a3 the same rows, columns 8 further. B (16 x 8): b0 holds rows 2t and 2t + 1 of column g, b1 rows 8 further.
+g + 8; a2 and a3 the same rows, columns 8 further. B (16 x 8): b0 holds rows 2t and 2t + 1 of column g, b1 those 8 on.
 C (16 x 8): c0, c1 hold row g, columns 2t and 2t + 1; c2, c3 row g + 8. Source: PTX ISA, "Matrix fragments for mma".
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from kernels_numba.instruction import instruction
 from kernels_numba.numba_bridge import machine
+from kernels_numba.simulator.errors import SimulationError
 
 _ALL = 0xFFFFFFFF
 
@@ -26,9 +27,15 @@ def _as_bfloats(words: np.ndarray) -> np.ndarray:
     return pairs.view(np.float32)
 
 
+def _all_lanes(values: dict[int, Any]) -> list:
+    if len(values) != 32:
+        raise SimulationError(f"a matrix instruction met {len(values)} lanes: it needs all 32 of a full warp")
+    return [values[lane] for lane in range(32)]
+
+
 def _multiply(values: dict[int, tuple], depth: int, unpack: Any) -> dict[int, tuple]:
     """D = A @ B + C of one warp, from and to fragments; `depth` is k, 8 or 16."""
-    lanes = [values[lane] for lane in range(32)]
+    lanes = _all_lanes(values)
     words = depth // 4  # of A in a lane: 2 for k = 8, 4 for k = 16
     a_words = np.array([v[:words] for v in lanes], np.uint32)
     b_words = np.array([v[words : words + words // 2] for v in lanes], np.uint32)
@@ -86,7 +93,7 @@ def mma_f16_k8(a0: int, a1: int, b0: int, c0: Any, c1: Any, c2: Any, c3: Any) ->
 
 def _matrices(values: dict[int, bytes], count: int, transposed: bool) -> dict[int, tuple]:
     """Fragments of `count` 8 x 8 matrices of 2-byte elements; lane 8m + r brings row r of matrix m."""
-    rows = np.stack([np.frombuffer(values[lane], np.uint16) for lane in range(8 * count)]).reshape(count, 8, 8)
+    rows = np.stack([np.frombuffer(row, np.uint16) for row in _all_lanes(values)[: 8 * count]]).reshape(count, 8, 8)
     rows = np.ascontiguousarray(rows.transpose(0, 2, 1) if transposed else rows)
     words = rows.view(np.uint32).reshape(count, 32)  # lane 4r + t: row r, columns 2t and 2t + 1
     return {lane: tuple(int(w) for w in words[:, lane]) for lane in range(32)}
@@ -119,9 +126,7 @@ def ldmatrix_x4_transposed(array: Any, index: int) -> tuple:
     return _ldmatrix("ldmatrix_x4_transposed", 4, True, array, index)
 
 
-@instruction(
-    "u32 u32", "shared", "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$out0, $out1}, [$array];", effects=True
-)
+@instruction("u32 u32", "shared", "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$out0, $out1}, [$array];", effects=True)
 def ldmatrix_x2(array: Any, index: int) -> tuple:
     """Two 8 x 8 matrices; lanes 0 to 15 name the rows."""
     return _ldmatrix("ldmatrix_x2", 2, False, array, index)

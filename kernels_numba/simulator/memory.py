@@ -9,17 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from kernels_numba.simulator.errors import Misaligned, OutOfRange, UnwrittenRead
-from kernels_numba.simulator.values import truncate
+from kernels_numba.simulator.errors import Misaligned, OutOfRange, SimulationError, UnwrittenRead
+from kernels_numba.simulator.values import CASTS
 
 
 def _wrapped(value: Any, dtype: np.dtype) -> Any:
     """`value` as a store into `dtype` leaves it: integers wrap, floats round."""
-    if dtype.kind in "iu":
-        bits = 8 * dtype.itemsize
-        value = truncate(value) & ((1 << bits) - 1)
-        return value - (1 << bits) if dtype.kind == "i" and value >> (bits - 1) else value
-    return dtype.type(value)
+    return CASTS[dtype.name](value) if dtype.kind in "iu" else dtype.type(value)
 
 
 class Array:
@@ -31,7 +27,7 @@ class Array:
         self.data, self.name, self.origin = data, name, origin
         self.flat = data.reshape(-1)
         if self.flat.size and not np.shares_memory(self.flat, data):
-            raise OutOfRange(f"{name} is not contiguous: pass np.ascontiguousarray({name})")
+            raise SimulationError(f"a part of {name} that is not contiguous is taken: index it element by element")
         self.size, self.shape, self.dtype = data.size, data.shape, data.dtype
         self.readonly = not data.flags.writeable
         # a memoryview hands out Python ints at half of NumPy's cost; floats must stay NumPy scalars
@@ -73,7 +69,7 @@ class Array:
             self.mem[at] = value
         except (ValueError, TypeError, OverflowError):
             if self.readonly:
-                raise OutOfRange(f"{self.name} is read-only") from None
+                raise SimulationError(f"{self.name} is read-only") from None
             self.mem[at] = _wrapped(value, self.dtype)
 
     def get(self, at: int) -> Any:
@@ -129,7 +125,9 @@ class Array:
         """Checks `count` elements from the flat position `start`, aligned to `width` bytes; gives `start`."""
         start = start if start.__class__ is int else self._whole(start)
         if start < 0 or start + count > self.size:
-            raise OutOfRange(f"elements {start}..{start + count - 1} are outside {self.name} of {self.size} {self.dtype}")
+            raise OutOfRange(
+                f"elements {start}..{start + count - 1} are outside {self.name} of {self.size} {self.dtype}"
+            )
         if (self.origin + start * self.dtype.itemsize) % width:
             raise Misaligned(f"{self.name}[{start}] is not on a {width}-byte boundary, as a {width}-byte access needs")
         return start

@@ -36,11 +36,11 @@ class Shared:
         machine, frame = self.machine, sys._getframe(1)
         if shape == 0:
             return self._dynamic(dtype_of(dtype))
-        site = (frame.f_code, frame.f_lasti)
+        site = (id(frame.f_code), frame.f_lasti)  # twins keep their code alive; hashing code itself is slow
         made = machine.shared.get(site)
         if made is None:
             made = machine.shared[site] = _tracked(machine, shape, dtype, "shared")
-            used = sum(a.size * a.itemsize for a in machine.shared.values())
+            used = sum(a.size * a.itemsize for k, a in machine.shared.items() if k[0] != "dynamic")
             if used > SHARED_LIMIT:
                 raise InvalidLaunch(f"a block uses {used} bytes of static shared memory: the limit is {SHARED_LIMIT}")
         return made
@@ -131,6 +131,9 @@ class Cuda:
         self.threadIdx = self.blockIdx = Dim3(0, 0, 0)
         for name, cast in CASTS.items():
             setattr(self, name, cast)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the simulator has no cuda.{name}")
 
     @property
     def blockDim(self) -> Dim3:
@@ -243,7 +246,8 @@ class Cuda:
         return (int(x) & 0xFFFFFFFFFFFFFFFF).bit_count()
 
     def clz(self, x: int) -> int:
-        return 32 - (int(x) & 0xFFFFFFFF).bit_length()
+        x = int(x) & 0xFFFFFFFFFFFFFFFF
+        return (64 if x >> 32 else 32) - x.bit_length()  # ints have no width here: the least that holds x
 
     def ffs(self, x: int) -> int:
         return (int(x) & -int(x)).bit_length()

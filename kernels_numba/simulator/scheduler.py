@@ -30,6 +30,8 @@ from kernels_numba.simulator.errors import (
 )
 
 WARP = 32
+# the most shared memory of a block; source: CUDA C++ Programming Guide, technical specifications per capability
+SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 
 
 @dataclass
@@ -84,10 +86,16 @@ class Collective:
 class Barrier:
     """A block barrier: arrivals so far in this phase and the threads that wait."""
 
-    __slots__ = ("arrived", "waiting", "sites", "expected", "votes")
+    __slots__ = ("arrived", "waiting", "expected", "votes", "code", "offset", "outer", "first")
 
     def __init__(self) -> None:
-        self.arrived, self.waiting, self.sites, self.expected, self.votes = 0, [], {}, None, []
+        self.arrived, self.waiting, self.expected, self.votes = 0, [], None, []
+        # where the first thread of the phase arrived, and through which calls (None: in the kernel itself)
+        self.code, self.offset, self.outer, self.first = None, 0, None, None
+
+    @property
+    def site(self) -> tuple[CodeType, int]:
+        return self.code, self.offset
 
 
 class Thread(greenlet):
@@ -131,38 +139,49 @@ class Machine:
         self.current: Thread | None = None
         self.running = False
         self.on_switch: Any = None  # the `cuda` namespace, whose threadIdx follows the running thread
-        self.kernel_codes: set[CodeType] = set()  # the code of kernels and device functions, for reports
+        self.kernel_codes: dict[int, CodeType] = {}  # kernels and device functions, by id: hashing code is slow
+        self.turn = threading.Lock()  # one launch at a time, whichever OS thread asks
 
     # one launch
 
     def launch(self, function: Callable, arguments: tuple, grid: Dim3, block: Dim3, dynamic_shared: int = 0) -> None:
         """Runs `function(*arguments)` for every thread of every block, blocks in order."""
-        self._check(grid, block)
-        self.function, self.arguments = function, arguments
-        self.grid, self.block, self.dynamic_shared = grid, block, dynamic_shared
-        self.running, self.hub, self.failure = True, getcurrent(), None
-        self._prepare_threads(block)
-        self.rng = random.Random(self.settings.warp_order)
-        self.strict = not self.settings.hardware
-        try:
-            for z in range(grid.z):
-                for y in range(grid.y):
-                    for x in range(grid.x):
-                        self._run_block(Dim3(x, y, z))
-        except BaseException:
-            self._discard()
-            raise
-        finally:
-            self.running = False
+        if self.running and self.owner == threading.get_ident():
+            raise InvalidLaunch("a kernel cannot launch another one on the simulator")
+        with self.turn:
+            self._check(grid, block, dynamic_shared)
+            self.function, self.arguments, self.entry = function, arguments, function.__code__
+            self.grid, self.block, self.dynamic_shared = grid, block, dynamic_shared
+            self.rng = random.Random(self.settings.warp_order)
+            self.strict = not self.settings.hardware
+            try:
+                self.running, self.hub, self.failure = True, getcurrent(), None
+                self._prepare_threads(block)
+                for z in range(grid.z):
+                    for y in range(grid.y):
+                        for x in range(grid.x):
+                            self._run_block(Dim3(x, y, z))
+            except BaseException:
+                self._discard()
+                raise
+            finally:
+                self.running = False
 
-    def _check(self, grid: Dim3, block: Dim3) -> None:
+    def _check(self, grid: Dim3, block: Dim3, dynamic_shared: int) -> None:
         count = block.x * block.y * block.z
         if not 1 <= count <= 1024 or block.z > 64:
             raise InvalidLaunch(f"a block of {block} has {count} threads: a GPU runs 1 to 1024 (z at most 64)")
         if not (1 <= grid.x < 2**31 and 1 <= grid.y < 65536 and 1 <= grid.z < 65536):
             raise InvalidLaunch(f"the grid {grid} is outside 1..2147483647 x 1..65535 x 1..65535")
-        if self.running:
-            raise InvalidLaunch("a kernel cannot launch another one on the simulator")
+        capability, order = self.settings.compute_capability, self.settings.warp_order
+        limit = 1024 * SHARED_KIB.get(capability, SHARED_KIB[(7, 5)])
+        if not 0 <= dynamic_shared <= limit:
+            raise InvalidLaunch(
+                f"{dynamic_shared} bytes of dynamic shared memory: a block has 0 to {limit} at compute capability "
+                f"{capability[0]}.{capability[1]}"
+            )
+        if isinstance(order, str) and order not in ("forward", "reverse"):
+            raise InvalidLaunch(f"the warp order is {order!r}: expected 'forward', 'reverse' or an int as a seed")
 
     def _prepare_threads(self, block: Dim3) -> None:
         if self.owner != threading.get_ident():  # greenlets belong to the OS thread that made them
@@ -185,7 +204,7 @@ class Machine:
         self.left: list[Thread] = []
         self.shared: dict[Any, Any] = {}
         self.barriers: dict[int, Barrier] = {}
-        self.mbarriers: dict[tuple, Any] = {}
+        self.mbarriers: dict[int, Any] = {}
         self.main_barrier = Barrier()
         self.on_switch.blockIdx = self.where = where
         for warp in self.warps:
@@ -241,7 +260,7 @@ class Machine:
             if self.strict:
                 raise DivergentBarrier(
                     f"thread {t.index} left the kernel while {describe_threads(barrier.waiting)} wait for it at "
-                    f"{self.site_text(next(iter(barrier.sites)))}"
+                    f"{self.site_text(barrier.site)}"
                 )
             if barrier.arrived == self.alive:
                 self._release(barrier)
@@ -249,16 +268,18 @@ class Machine:
     # block barriers
 
     def syncthreads(self, frame: FrameType) -> None:
-        """Waits for all threads of the block (barrier 0). This is the simulator's hottest path, so it is written flat."""
+        """Waits for all threads of the block (barrier 0); written flat, for this is the simulator's hottest path."""
         t, barrier, ready = self.current, self.main_barrier, self.ready
-        t.site = site = (frame.f_code, frame.f_lasti)
-        t.waits_for = "syncthreads"
-        if site not in barrier.sites:
-            if barrier.arrived and self.strict:
-                self._refuse_phase(barrier, site, t)
-            barrier.sites[site] = t
-        if self.left and self.strict:
-            self._refuse_waiting(t)
+        code, offset = frame.f_code, frame.f_lasti
+        t.site, t.waits_for = (code, offset), "syncthreads"
+        if self.strict:
+            outer = None if code is self.entry else self._callers(frame)
+            if not barrier.arrived:
+                barrier.code, barrier.offset, barrier.outer, barrier.first = code, offset, outer, t
+            elif offset != barrier.offset or code is not barrier.code or outer != barrier.outer:
+                self._compare(barrier, t, outer)
+            if self.left:
+                self._refuse_waiting(t)
         barrier.arrived += 1
         barrier.waiting.append(t)
         if barrier.arrived == self.alive:
@@ -283,16 +304,16 @@ class Machine:
         site = t.site = self.kernel_site()
         if count % WARP or not 0 < count <= 1024 or not 0 < number < 16:
             raise SimulationError(
-                f"named barrier {number} for {count} threads: numbers are 1..15 (0 is syncthreads), counts multiples of 32"
+                f"named barrier {number} for {count} threads: 1..15 (0 is syncthreads) and multiples of 32 are expected"
             )
         if barrier.expected not in (None, count):
             raise DivergentBarrier(
                 f"named barrier {number} expects {barrier.expected} threads at "
-                f"{self.site_text(next(iter(barrier.sites)))} and {count} at {self.site_text(site)}"
+                f"{self.site_text(barrier.site)} and {count} at {self.site_text(site)}"
             )
         barrier.expected = count
         barrier.arrived += 1
-        barrier.sites[site] = t
+        barrier.code, barrier.offset = site
         if wait:
             barrier.waiting.append(t)
             t.waits_for = f"named barrier {number}"
@@ -303,18 +324,36 @@ class Machine:
 
     def _release(self, barrier: Barrier) -> None:
         self.ready.extend(self.in_warp_order(barrier.waiting))
-        barrier.arrived, barrier.waiting, barrier.sites, barrier.expected, barrier.votes = 0, [], {}, None, []
+        barrier.arrived, barrier.waiting, barrier.expected, barrier.votes = 0, [], None, []
 
-    def _refuse_phase(self, barrier: Barrier, site: tuple, t: Thread) -> None:
-        other, first = next(iter(barrier.sites.items()))
+    def _callers(self, frame: FrameType) -> tuple:
+        """Where the kernel called the device functions that are running, innermost first: (code, line) each."""
+        calls, frame = [], frame.f_back
+        while frame is not None:
+            if id(frame.f_code) in self.kernel_codes:
+                calls.append((frame.f_code, frame.f_lineno))
+                if frame.f_code is self.entry:
+                    break
+            frame = frame.f_back
+        return tuple(calls)
+
+    def _compare(self, barrier: Barrier, t: Thread, outer: tuple | None) -> None:
+        """Raises unless both arrivals stand at the same line, reached through the same calls."""
+        here = ((t.site[0], line_of(*t.site)), *(outer or ()))
+        there = ((barrier.code, line_of(*barrier.site)), *(barrier.outer or ()))
+        if here == there:
+            return
+        # the first difference from the kernel inwards is where the threads parted
+        pairs = list(zip(here[::-1], there[::-1], strict=False))
+        ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
         raise DivergentBarrier(
-            f"threads meet one barrier phase at different lines: {first.index} at {self.site_text(other)}, "
-            f"{t.index} at {self.site_text(site)}"
+            f"threads meet one barrier phase at different lines: {barrier.first.index} at {describe_site(*theirs)}, "
+            f"{t.index} at {describe_site(*ours)}"
         )
 
     def _refuse_waiting(self, t: Thread) -> None:
         raise DivergentBarrier(
-            f"thread {t.index} waits at {self.site_text(t.site)} for {describe_threads(self.left)}, which left the kernel"
+            f"thread {t.index} waits at {self.site_text(t.site)} for {describe_threads(self.left)}, which left"
         )
 
     # warp operations
@@ -387,7 +426,7 @@ class Machine:
     def kernel_site(self) -> tuple[CodeType, int]:
         """The innermost line of kernel code that is running."""
         frame = sys._getframe(2)
-        while frame is not None and frame.f_code not in self.kernel_codes:
+        while frame is not None and id(frame.f_code) not in self.kernel_codes:
             frame = frame.f_back
         return (frame.f_code, frame.f_lasti) if frame is not None else (self.function.__code__, 0)
 
@@ -400,7 +439,8 @@ class Machine:
             if t not in self.left:
                 stuck.setdefault((t.waits_for, t.site), []).append(t)
         places = "; ".join(
-            f"{describe_threads(threads)} in {what} at {self.site_text(site)}" for (what, site), threads in stuck.items()
+            f"{describe_threads(threads)} in {what} at {self.site_text(site)}"
+            for (what, site), threads in stuck.items()
         )
         return Deadlock(f"deadlock, no thread can go on: {places}")
 
@@ -409,7 +449,7 @@ class Machine:
         place = f"block {self.where}"
         trace, site = error.__traceback__, None
         while trace is not None:
-            if trace.tb_frame.f_code in self.kernel_codes:
+            if id(trace.tb_frame.f_code) in self.kernel_codes:
                 site = describe_site(trace.tb_frame.f_code, trace.tb_lineno)
             trace = trace.tb_next
         if t is not None and site is not None and site not in str(error):
@@ -422,8 +462,8 @@ class Machine:
 
     def _discard(self) -> None:
         """Ends threads that stand in the middle of a kernel; the next launch makes new ones."""
-        for t in self.pool:
+        threads, self.pool = self.pool, []
+        for t in threads:
             if t and not t.dead:
                 t.parent = getcurrent()
                 t.throw(GreenletExit)
-        self.pool = []

@@ -1,8 +1,8 @@
 """Makes the simulated twin of a kernel: the same bytecode over other names.
 
 Globals and closure cells that mean something to the GPU compiler (`cuda`, numba's types, device functions,
-instructions, `math`) are replaced by what they mean here. Nothing of the original function is changed, so a process that
-uses the GPU can simulate the same kernel, wherever its names come from.
+instructions, `math`) are replaced by what they mean here. Nothing of the original function is changed, so a process
+that uses the GPU can simulate the same kernel, wherever its names come from.
 """
 
 from __future__ import annotations
@@ -15,19 +15,37 @@ from typing import Any
 
 import numpy as np
 
+from kernels_numba.simulator.errors import SimulationError
 from kernels_numba.simulator.memory import Array
 from kernels_numba.simulator.namespace import Cuda
-from kernels_numba.simulator.values import BUILTINS, CASTS, MATH, NUMPY, constants
+from kernels_numba.simulator.values import BUILTINS, BY_NAME, CASTS, MATH, NUMPY, constants
 
 
 class ModuleView:
-    """A module whose attributes are replaced as a kernel's globals are."""
+    """A module whose attributes are replaced as a kernel's globals are, once a launch."""
 
     def __init__(self, module: ModuleType, maker: TwinMaker):
         self._module, self._maker = module, maker
 
     def __getattr__(self, name: str) -> Any:
-        return self._maker.replace(getattr(self._module, name))
+        value = self.__dict__[name] = self._maker.replace(getattr(self._module, name))
+        return value
+
+    def _forget(self) -> None:
+        """Looks every attribute up again: modules are reloaded and patched between launches."""
+        module, maker = self._module, self._maker
+        self.__dict__.clear()
+        self._module, self._maker = module, maker
+
+
+class Refused:
+    """What a kernel gets for a function that the GPU could not call; calling it says why."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        raise SimulationError(self._reason)
 
 
 class Index:
@@ -44,21 +62,35 @@ class TwinMaker:
     """Builds twins and keeps them as long as the names they were built from mean the same.
 
     bridge: what knows numba's objects (`kernels_numba.numba_bridge`): `device_function(x)`, `type_name(x)`,
-    `is_cuda_module(x)`, `cuda_names(x)`.
+    `is_cuda_module(x)`, `cuda_name(x)`.
     """
 
     def __init__(self, cuda: Cuda, bridge: Any):
         self.cuda, self.bridge = cuda, bridge
         self.codes = cuda.machine.kernel_codes
-        self.meanings: dict[int, Callable] = {}  # an instruction, by id, and its meaning in Python
+        # instructions by id: what each means, and from which compute capability on it exists
+        self.meanings: dict[int, tuple[Callable, tuple[int, int]]] = {}
         self._kept: list[Any] = []  # keeps the keys of `meanings` alive
+        self._views: dict[ModuleType, ModuleView] = {}
+        self._capability: tuple[int, int] | None = None
         self._twins: dict[FunctionType, tuple[FunctionType, dict, dict]] = {}
         self._indices = {n: Index(cuda, n) for n in ("threadIdx", "blockIdx", "blockDim", "gridDim")}
 
-    def learn(self, instruction: Any, meaning: Callable) -> None:
-        """Says what an instruction means on the simulator."""
-        self.meanings[id(instruction)] = meaning
+    def learn(self, instruction: Any, meaning: Callable, least: tuple[int, int]) -> None:
+        """Says what an instruction means on the simulator, and from which compute capability on it exists."""
+        self.meanings[id(instruction)] = meaning, least
         self._kept.append(instruction)
+
+    def kernel(self, function: FunctionType) -> FunctionType:
+        """The twin to launch: every name looked up as it stands now."""
+        for view in self._views.values():
+            view._forget()
+        if self._capability != self.cuda.machine.settings.compute_capability:
+            self._capability = self.cuda.machine.settings.compute_capability
+            for _, built_from, inner in self._twins.values():
+                built_from.clear()
+                inner.clear()
+        return self.twin(function)
 
     def twin(self, function: FunctionType, seen: set | None = None) -> FunctionType:
         """The simulated twin of a kernel's or device function's Python function, up to date with its names."""
@@ -97,10 +129,11 @@ class TwinMaker:
         """A copy of the function without any of its names."""
         code = function.__code__
         code = code.replace(co_consts=constants(code.co_consts))
-        self.codes.add(code)
+        self.codes[id(code)] = code
         scope = {"__builtins__": {**vars(builtins), **BUILTINS}, "__name__": function.__module__}
         cells = tuple(CellType() for _ in code.co_freevars)
-        return FunctionType(code, scope, function.__name__, function.__defaults__, cells or None)
+        defaults = function.__defaults__ and constants(function.__defaults__)
+        return FunctionType(code, scope, function.__name__, defaults, cells or None)
 
     def _bind(self, twin: FunctionType, name: str, value: Any) -> None:
         free = twin.__code__.co_freevars
@@ -112,7 +145,13 @@ class TwinMaker:
     def replace(self, value: Any, seen: set | None = None) -> Any:
         """What a name of the GPU's world means in the simulated one."""
         if id(value) in self.meanings:
-            return self.meanings[id(value)]
+            meaning, least = self.meanings[id(value)]
+            if least > self._capability:
+                have, need = ("{}.{}".format(*c) for c in (self._capability, least))
+                return Refused(f"{meaning.__name__} needs compute capability {need}, the setting is {have}")
+            return meaning
+        if id(value) in BY_NAME:
+            return BY_NAME[id(value)]
         if isinstance(value, ModuleType):
             return self._module(value)
         inner = self.bridge.device_function(value)
@@ -128,7 +167,10 @@ class TwinMaker:
             constant = value.copy()
             constant.flags.writeable = False
             return Array(constant, "a constant array")
-        return np.float64(value) if value.__class__ is float else value
+        if isinstance(value, FunctionType):
+            name = value.__name__
+            return Refused(f"{name} is a plain Python function: make it a device function with @cuda.jit(device=True)")
+        return constant(value)
 
     def _module(self, module: ModuleType) -> Any:
         if self.bridge.is_cuda_module(module):
@@ -137,4 +179,4 @@ class TwinMaker:
             return MATH
         if module is np:
             return NUMPY
-        return ModuleView(module, self)
+        return self._views.setdefault(module, ModuleView(module, self))

@@ -26,13 +26,18 @@ def truncate(value: Any) -> int:
         return (1 << 63) - 1 if value > 0 else -(1 << 63)
 
 
+def _saturated(value: Any, low: int, high: int) -> int:
+    """A float as an int of a register, 32 bits or wider: `cvt.rzi` stops at the ends of the range, unlike integers."""
+    return min(max(truncate(value), low), high)
+
+
 def _unsigned(bits: int) -> Callable[[Any], int]:
-    mask = (1 << bits) - 1
+    mask, top = (1 << bits) - 1, (1 << max(bits, 32)) - 1
 
     def cast(value: Any) -> int:
         if value.__class__ is int:
             return value & mask
-        return truncate(value) & mask
+        return (value if isinstance(value, np.integer) else _saturated(value, 0, top)).__int__() & mask
 
     return cast
 
@@ -40,8 +45,12 @@ def _unsigned(bits: int) -> Callable[[Any], int]:
 def _signed(bits: int) -> Callable[[Any], int]:
     mask, half, full = (1 << bits) - 1, 1 << (bits - 1), 1 << bits
 
+    top = (1 << max(bits, 32) - 1) - 1
+
     def cast(value: Any) -> int:
-        value = truncate(value) & mask
+        if value.__class__ is not int:
+            value = int(value) if isinstance(value, np.integer) else _saturated(value, -top - 1, top)
+        value &= mask
         return value - full if value >= half else value
 
     return cast
@@ -93,16 +102,16 @@ def _to_int(ufunc: np.ufunc) -> Callable:
 
 _UFUNCS = {
     "sqrt exp log log2 log10 log1p expm1 sin cos tan sinh cosh tanh fabs exp2 copysign hypot fmod": {},
-    "acos asin atan atan2 acosh asinh atanh pow": dict(
-        acos="arccos",
-        asin="arcsin",
-        atan="arctan",
-        atan2="arctan2",
-        acosh="arccosh",
-        asinh="arcsinh",
-        atanh="arctanh",
-        pow="power",
-    ),
+    "acos asin atan atan2 acosh asinh atanh pow": {
+        "acos": "arccos",
+        "asin": "arcsin",
+        "atan": "arctan",
+        "atan2": "arctan2",
+        "acosh": "arccosh",
+        "asinh": "arcsinh",
+        "atanh": "arctanh",
+        "pow": "power",
+    },
 }
 MATH = _Namespace(
     math,
@@ -113,9 +122,25 @@ MATH = _Namespace(
     },
 )
 NUMPY = _Namespace(np, INT_CASTS)
+# the same functions when they were imported by name
+BY_NAME: dict[int, Callable] = {
+    **{id(getattr(math, n)): f for n, f in vars(MATH).items() if hasattr(math, n)},
+    **{id(getattr(np, n)): f for n, f in INT_CASTS.items()},
+}
 BUILTINS: dict[str, Any] = {"float": np.float64, "int": truncate}
 
 
 def constants(values: tuple) -> tuple:
     """A code object's constants with float literals as float64 scalars, so that `1.0 / 0.0` is inf."""
-    return tuple(np.float64(v) if v.__class__ is float else v for v in values)
+    return tuple(constant(v) for v in values)
+
+
+def constant(value: Any) -> Any:
+    """A number from outside the kernel as the kernel sees it; tuples of them too."""
+    if value.__class__ is tuple:
+        return constants(value)
+    if value.__class__ is float:
+        return np.float64(value)
+    if isinstance(value, (np.integer, np.bool_)):
+        return value.item()
+    return value
