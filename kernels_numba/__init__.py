@@ -1,5 +1,8 @@
-"""CUDA kernels in Python for LLM decode, the instructions they use, and the stage (gpu or simulator) they run on."""
+"""CUDA kernels in Python for LLM decode, the instructions they use, and the stage (gpu or simulator) they run on.
 
-from kernels_numba import stage
+Importing it chooses the stage, so it must come before numba's first import.
+"""
 
-__all__ = ["stage"]
+from kernels_numba import choice
+
+__all__ = ["choice"]

@@ -1,0 +1,7 @@
+"""`python -m rtlib`."""
+
+import sys
+
+from rtlib.cli import main
+
+sys.exit(main())

@@ -1,0 +1,52 @@
+"""From a name to weights and tokenizer: the embedded model, a folder, an id in the Hugging Face cache, or random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtlib import packed
+from rtlib.chat import stop_ids
+from rtlib.checkpoint import Checkpoint
+from rtlib.config import PRESETS, ModelConfig
+from rtlib.errors import ConfigError
+from rtlib.folder import ModelFolder
+from rtlib.hub import find_folder
+from rtlib.tokenizer import Tokenizer
+from rtlib.weights import ModelWeights, quantise_checkpoint, random_weights
+
+EMBEDDED = Path(__file__).parent / "embedded" / "model"
+SYNTHETIC = "synthetic:"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a runtime starts from."""
+
+    weights: ModelWeights
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    folder: ModelFolder
+
+
+def load(source: str | Path | None) -> Loaded:
+    """Read, and quantise where that is still to do, a model by name.
+
+    None: the embedded model. "synthetic:qwen2.5-coder-7b": random weights of those dimensions, the embedded tokenizer.
+    A folder, or an id in the Hugging Face cache: bf16, fp16, fp32, AWQ, GPTQ, or our packed form.
+    """
+    if source is not None and str(source).startswith(SYNTHETIC):
+        weights = random_weights(_preset(str(source)[len(SYNTHETIC) :]))
+        folder = ModelFolder(EMBEDDED.resolve())
+    else:
+        folder = ModelFolder(find_folder(source or EMBEDDED).path)
+        weights = packed.load(folder.path) if packed.is_packed(folder.path) else quantise_checkpoint(Checkpoint.open(folder.path))
+    tokenizer = Tokenizer.open(folder)
+    generation = folder.optional_json("generation_config.json")
+    return Loaded(weights, tokenizer, stop_ids(tokenizer, weights.config.eos_ids, generation), folder)
+
+
+def _preset(name: str) -> ModelConfig:
+    if name not in PRESETS:
+        raise ConfigError(f"no synthetic model {name!r}, expected one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,238 @@
+"""The runtime: a checkpoint in, text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernels_numba import stage
+from kernels_numba.launching import Graph, run_all
+from kernels_numba.sampling import FULL, NOT_FINITE, RUNNING, STOPPED
+from rtlib.chat import ChatTemplate, Message
+from rtlib.errors import ContextFullError, PromptError, RtlibError
+from rtlib.generation import GenerationStats
+from rtlib.loading import Loaded, load
+from rtlib.model import Model, Options
+from rtlib.pages import BlockTable, PagePool
+from rtlib.prefill import Prefill
+from rtlib.sampler import Sampler, SamplingParams
+from rtlib.tokenizer import StreamDecoder
+
+STEPS_PER_LAUNCH = 16
+DEFAULT_CONTEXT = 4096
+
+
+class Runtime:
+    """One model, one sequence at a time.
+
+    Use as a context manager, or call close: the memory of weights and caches goes back.
+    """
+
+    def __init__(self, loaded: Loaded, options: Options):
+        self.config, self.tokenizer, self.stop_ids = loaded.weights.config, loaded.tokenizer, loaded.stop_ids
+        self.stage = stage.name
+        self.options = options
+        self.last_stats = GenerationStats()
+        self._folder = loaded.folder
+        self._bytes = loaded.weights.nbytes - loaded.weights.byte_counts["embedding"]
+        self._model: Model | None = Model(loaded.weights, options)
+        self._prefill = Prefill(self._model)
+        pages = -(-options.max_context // options.page_size)
+        self._table = BlockTable(PagePool(pages, options.page_size), options.max_context)
+        self._graphs: dict[int, Graph] = {}
+        self._ids: list[int] = []
+
+    @classmethod
+    def load(cls, source: str | Path | None = None, max_context: int | None = None, **options: Any) -> Runtime:
+        """Load a model: None is the embedded one; else a folder, a Hugging Face id from the cache, or "synthetic:NAME".
+
+        max_context: positions of the KV cache, by default what the model was made for, 4096 at most. options: fields of
+        `Options`. Raises CheckpointError, ConfigError, TokenizerError, OutOfMemoryError.
+        """
+        loaded = load(source)
+        most = loaded.weights.config.max_positions
+        wanted = min(most, DEFAULT_CONTEXT) if max_context is None else max_context
+        if wanted > most:
+            raise ContextFullError(f"max_context is {wanted}, the model was made for {most} positions; ask for no more")
+        return cls(loaded, Options(max_context=wanted, **options))
+
+    # one position at a time
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        """Start a fresh sequence with a prompt; returns the last position's logits, float32 [vocab].
+
+        Raises PromptError for an empty prompt or unknown ids, ContextFullError for one that does not fit; the sequence
+        before is given up only once the prompt is known to be right.
+        """
+        model, ids = self._open(), self._checked(ids)
+        self._table.release()
+        self._table.append(len(ids))
+        self._ids = list(ids)
+        self._send_table()
+        self._prefill.run(ids)
+        model.state.set("position", len(ids) - 1)
+        return self._logits()
+
+    def decode(self, token_id: int) -> np.ndarray:
+        """Append one token; returns the logits of its position, float32 [vocab].
+
+        Raises PromptError before any prefill or for an unknown id, ContextFullError when no position is left.
+        """
+        model = self._open()
+        if not self._ids:
+            raise PromptError("decode before prefill: there is no sequence to append to; call prefill first")
+        (token_id,) = self._checked([token_id], at=len(self._ids))
+        self._grow(1)
+        model.state.set("token", token_id)
+        model.state.set("position", len(self._ids))
+        self._ids.append(token_id)
+        run_all(model.forward_step)
+        return self._logits()
+
+    # text
+
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
+        """Complete a prompt; yields pieces of text, each valid UTF-8. Abandoning the iterator frees its pages.
+
+        A prompt given as ids may hold control tokens; in a str they are plain text. `last_stats` is filled meanwhile.
+        """
+        params = params or SamplingParams()
+        started = time.perf_counter()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._checked(ids)
+        return self._complete(ids, params, started)
+
+    def chat(self, messages: list[Message], params: SamplingParams | None = None) -> Iterator[str]:
+        """Answer a conversation of {"role", "content"} messages through the model's chat template."""
+        return self.generate(ChatTemplate.open(self._folder, self.tokenizer).encode(messages), params)
+
+    def _complete(self, ids: list[int], params: SamplingParams, started: float) -> Iterator[str]:
+        stats = self.last_stats = GenerationStats(prompt_tokens=len(ids))
+        decoder = StreamDecoder(self.tokenizer, skip_control=True)
+        try:
+            for token in self._tokens(ids, params, stats, started):
+                if token in self.stop_ids and not params.ignore_stop:
+                    continue
+                piece = decoder.push(token)
+                if piece:
+                    yield piece
+            tail = decoder.flush()
+            if tail:
+                yield tail
+        finally:
+            self._table.release()
+            self._ids = []
+
+    def _tokens(self, ids: list[int], params: SamplingParams, stats: GenerationStats, started: float) -> Iterator[int]:
+        """The ids of a completion, a stop id included."""
+        sampler = Sampler(params)
+        token = sampler.next_id(self.prefill(ids), self._ids, len(ids))
+        stats.ttft_ms, stats.new_tokens = (time.perf_counter() - started) * 1e3, 1
+        last = token
+        yield token
+        while not self._finished(last, params, stats):
+            began = time.perf_counter()
+            tokens = self._next_tokens(last, sampler, len(ids), params.max_new_tokens - stats.new_tokens)
+            stats.decode_ms += (time.perf_counter() - began) * 1e3
+            stats.bytes_per_token = self._bytes + self._cache_bytes()
+            for last in tokens:
+                stats.new_tokens += 1
+                yield last
+
+    def _finished(self, token: int, params: SamplingParams, stats: GenerationStats) -> bool:
+        if token in self.stop_ids and not params.ignore_stop:
+            stats.finish_reason = "stop"
+        elif stats.new_tokens >= params.max_new_tokens:
+            stats.finish_reason = "length"
+        elif len(self._ids) >= self.options.max_context:
+            stats.finish_reason = "context"
+        return stats.finish_reason is not None
+
+    def _next_tokens(self, token: int, sampler: Sampler, prompt_length: int, wanted: int) -> list[int]:
+        """One or more tokens after `token`: a batch of steps on the device where no host sampler is needed."""
+        params = sampler.params
+        greedy = params.choose is None and np.float32(params.temperature) == 0 and params.repetition_penalty == 1
+        if not greedy or self.stage == "sim":
+            return [sampler.next_id(self.decode(token), self._ids, prompt_length)]
+        return self._greedy_steps(token, () if params.ignore_stop else tuple(self.stop_ids), wanted)
+
+    def _greedy_steps(self, token: int, stop_ids: tuple[int, ...], wanted: int) -> list[int]:
+        """Steps of forward and argmax without the host between them, then one copy of what they chose."""
+        state, at = self._open().state, len(self._ids)
+        steps = min(STEPS_PER_LAUNCH, wanted, self.options.max_context - at)
+        steps = steps if steps == STEPS_PER_LAUNCH else 1
+        self._grow(steps)
+        state.set("token", token)
+        state.set("position", at)
+        state.set("status", RUNNING)
+        state.set("stop_ids", *(*stop_ids, *[-1] * (len(state.stop_ids) - len(stop_ids))))
+        self._graph(steps).replay()
+        done = state.get("position") - at
+        if state.get("status") == NOT_FINITE:
+            raise RtlibError(f"a logit at position {at + done} is not finite; the weights or the kernels are damaged")
+        chosen = [int(t) for t in state.read_history(at + 1, done)]
+        self._ids += [token, *chosen[:-1]]
+        return chosen
+
+    def _graph(self, steps: int) -> Graph:
+        if steps not in self._graphs:
+            model = self._open()
+            self._graphs[steps] = Graph([*model.forward_step, model.choose_greedily], repeats=steps)
+        return self._graphs[steps]
+
+    # memory
+
+    def close(self) -> None:
+        """Give all device memory back; every later call raises RtlibError."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs, self._model, self._prefill = {}, None, None
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Model:
+        if self._model is None:
+            raise RtlibError("the runtime is closed; load it again")
+        return self._model
+
+    def _checked(self, ids: Sequence[int], at: int = 0) -> list[int]:
+        ids = [int(i) for i in ids]
+        if not ids:
+            raise PromptError("the prompt is empty, expected at least one token")
+        unknown = [i for i in ids if not 0 <= i < self.config.vocab_size]
+        if unknown:
+            raise PromptError(f"token id {unknown[0]} is outside the vocabulary of {self.config.vocab_size}")
+        if at == 0 and len(ids) > self.options.max_context:
+            raise ContextFullError(
+                f"the prompt has {len(ids)} tokens, the context {self.options.max_context}; shorten it, or load with a "
+                "larger max_context"
+            )
+        return ids
+
+    def _grow(self, positions: int) -> None:
+        before = len(self._table.pages)
+        missing = len(self._ids) + positions - self._table.length
+        if missing > 0:
+            self._table.append(missing)
+        if len(self._table.pages) != before:
+            self._send_table()
+
+    def _send_table(self) -> None:
+        self._open().state.set("block_table", *self._table.row())
+
+    def _logits(self) -> np.ndarray:
+        from kernels_numba import device_memory
+
+        return device_memory.download(self._open().logits)
+
+    def _cache_bytes(self) -> int:
+        config = self.config
+        return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * len(self._ids)
