@@ -10,7 +10,7 @@ import numpy as np
 
 from rtlib.config import ModelConfig
 from rtlib.errors import CheckpointError, join_problems
-from rtlib.folder import ModelFolder
+from rtlib.folder import PACKED_MANIFEST, ModelFolder
 from rtlib.hub import find_folder
 from rtlib.layout import EMBEDDING, HEAD, compare_tensors, expected_tensors
 from rtlib.scheme import QuantScheme, read_scheme
@@ -107,6 +107,8 @@ def _open_files(folder: ModelFolder) -> dict[str, TensorFile]:
 
 def _missing_weights(folder: ModelFolder) -> str:
     """Say what stands in the folder in place of the weights that are read."""
+    if folder.has(PACKED_MANIFEST):
+        return "already in the packed form; give the checkpoint that it was made from"
     if pickled := folder.names(".bin") + folder.names(".pt") + folder.names(".pth"):
         return (
             f"only pickled weights ({pickled[0]}), which are never opened because they can run code; "

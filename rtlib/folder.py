@@ -9,6 +9,7 @@ from typing import Any
 
 from rtlib.errors import CheckpointError
 
+PACKED_MANIFEST = "rtlib.json"  # the file that makes a folder one of our packed form
 _JSON_LIMIT = 64 * 2**20  # bytes; the largest index file known is below 1 MiB
 
 

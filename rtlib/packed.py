@@ -19,14 +19,13 @@ from rtlib.atomic import appearing_folder
 from rtlib.config import ModelConfig
 from rtlib.errors import CheckpointError, join_problems
 from rtlib.fields import REQUIRED, Fields
-from rtlib.folder import ModelFolder
+from rtlib.folder import PACKED_MANIFEST, ModelFolder
 from rtlib.layout import FUSED, TensorSpec, compare_tensors, fused_shape
 from rtlib.quantise import TABLE_GROUP, Int8Table
 from rtlib.scheme import GROUPS
 from rtlib.tensorfile import TensorFile, write_tensors
 from rtlib.weights import LayerWeights, Linear, ModelWeights
 
-MANIFEST = "rtlib.json"
 WEIGHTS = "rtlib.safetensors"
 VERSION = 1
 COPIED = (
@@ -43,7 +42,7 @@ _FP16_EXPONENTS = np.uint32(0x7C00), np.uint32(0x7C00_0000)  # all ones: NaN or 
 
 def is_packed(folder: str | Path) -> bool:
     """Tell whether a folder holds the packed form."""
-    return (Path(folder) / MANIFEST).is_file()
+    return (Path(folder) / PACKED_MANIFEST).is_file()
 
 
 def save(weights: ModelWeights, folder: str | Path, source: ModelFolder | None = None, overwrite: bool = False) -> Path:
@@ -69,7 +68,7 @@ def save(weights: ModelWeights, folder: str | Path, source: ModelFolder | None =
             for name in COPIED:
                 if source is not None and source.has(name):
                     shutil.copyfile(source.file(name), partial / name)
-            _write_json(partial / MANIFEST, manifest)
+            _write_json(partial / PACKED_MANIFEST, manifest)
     except OSError as error:
         raise CheckpointError(f"{target}: not written, {_explain(error, tensors)}") from None
     return target
@@ -164,8 +163,8 @@ def _specs(config: ModelConfig, group: int) -> dict[str, TensorSpec]:
 
 def _read_manifest(place: ModelFolder) -> tuple[int, dict[str, Any]]:
     """Return the group size and the checksums."""
-    where = place.path / MANIFEST
-    fields = Fields(place.json(MANIFEST))
+    where = place.path / PACKED_MANIFEST
+    fields = Fields(place.json(PACKED_MANIFEST))
     version, group = fields.integer("version", REQUIRED), fields.integer("group", REQUIRED)
     if version is not None and version != VERSION:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rtlib.errors import CheckpointError
+from rtlib.progress import progress
 
 # BF16 has no NumPy dtype: its two bytes are read as uint16. Names without a NumPy dtype that fits are only sized.
 NUMPY_DTYPES: dict[str, str] = {
@@ -118,7 +119,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, values in ordered:
+        for _, values in progress(ordered, "writing", unit="tensor"):
             file.write(np.ascontiguousarray(values).data)
         file.flush()
         os.fsync(file.fileno())

@@ -83,7 +83,7 @@ def quantise_checkpoint(checkpoint: Checkpoint, group: int = 128, progress: Call
     """Return the weights of a checkpoint, with one float tensor in memory at a time.
 
     AWQ and GPTQ words are repacked, not requantised; `group` is for float linears, as such a checkpoint brings its own.
-    Raises CheckpointError for damaged tensors.
+    `progress(items, label, unit=...)` is wrapped around what takes long. Raises CheckpointError for damaged tensors.
     """
     if checkpoint.scheme is not None:
         group = foreign.effective_group(checkpoint.scheme)
@@ -91,10 +91,10 @@ def quantise_checkpoint(checkpoint: Checkpoint, group: int = 128, progress: Call
     return ModelWeights(
         config=checkpoint.config,
         group=group,
-        embedding=_load_embedding(checkpoint),
+        embedding=_load_embedding(checkpoint, progress),
         layers=tuple(layers),
         final_norm=checkpoint.tensor(FINAL_NORM),
-        head=_load_head(checkpoint, group),
+        head=_load_head(checkpoint, group, progress),
     )
 
 
@@ -205,17 +205,19 @@ def _refuse_lost_bias(checkpoint: Checkpoint, prefix: str) -> None:
         raise CheckpointError(f"{checkpoint.folder.path}: {name} is not zero, but this architecture has no bias there")
 
 
-def _load_embedding(checkpoint: Checkpoint) -> Int8Table:
+def _load_embedding(checkpoint: Checkpoint, progress: Callable) -> Int8Table:
     """Read and quantise the embedding table by blocks of rows."""
-    blocks = [quantise_embedding(checkpoint.tensor(EMBEDDING, rows)) for rows in _row_blocks(checkpoint)]
+    rows = progress(_row_blocks(checkpoint), "quantising the embedding table", unit="block")
+    blocks = [quantise_embedding(checkpoint.tensor(EMBEDDING, block)) for block in rows]
     return Int8Table(np.concatenate([b.codes for b in blocks]), np.concatenate([b.scales for b in blocks]))
 
 
-def _load_head(checkpoint: Checkpoint, group: int) -> Linear:
+def _load_head(checkpoint: Checkpoint, group: int, progress: Callable) -> Linear:
     """Read the head: quantised by blocks of rows from its own matrix or the tied table, or repacked."""
     if not checkpoint.config.tie_embeddings and is_quantised(checkpoint.scheme, checkpoint.files, "lm_head"):
         return _load_linear(checkpoint, "lm_head", group)
-    blocks = [quantise(checkpoint.tensor(checkpoint.head_name, rows), group) for rows in _row_blocks(checkpoint)]
+    rows = progress(_row_blocks(checkpoint), "quantising the head", unit="block")
+    blocks = [quantise(checkpoint.tensor(checkpoint.head_name, block), group) for block in rows]
     return Linear(np.concatenate([b.codes for b in blocks]), np.concatenate([b.scales_zeros for b in blocks]), group)
 
 

@@ -116,11 +116,21 @@ def test_a_file_in_place_of_a_folder(tmp_path):
         Checkpoint.open(file)
 
 
+def test_a_cache_with_a_shard_not_fetched(tmp_path, monkeypatch):
+    snapshot = make_cache(tmp_path)
+    (snapshot / SHARD).resolve().unlink()  # its link stays, as after a download that was cut off
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"{SHARD} is missing; fetch the whole model folder"):
+        Checkpoint.open("Org/Name")
+
+
 def test_a_cache_without_the_revision(tmp_path, monkeypatch):
     make_cache(tmp_path, revision_file=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="no snapshot 'main' of revision 'main'"):
         Checkpoint.open("Org/Name")
+    with pytest.raises(CheckpointError, match=r"revision '\.\./blobs' is not a branch, tag or commit name"):
+        find_folder("Org/Name", "../blobs")
     (tmp_path / "models--Org--Name" / "refs" / "main").write_text("../../../etc")
     with pytest.raises(CheckpointError, match="no snapshot"):
         Checkpoint.open("Org/Name")
@@ -234,6 +244,10 @@ BAD_SHARDS = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "config broken": (write("config.json", b"\xff\xfe"), "config.json: not valid JSON"),
     "config deep": (write("config.json", b"[" * 100_000), "config.json: not valid JSON"),
+    "config huge": (
+        write("config.json", b" " * (64 * 2**20 + 1)),
+        "config.json: 67108865 bytes, expected 67108864 at most",
+    ),
     "config lfs": (
         write("config.json", b"version https://git-lfs.github.com/spec/v1\n"),
         "config.json: a Git-LFS pointer",

@@ -275,6 +275,18 @@ def test_linears_left_in_float_are_quantised(tmp_path):
     assert 0 < np.linalg.norm(error) < 0.1 * np.linalg.norm(tensors[f"{prefix}.weight"])  # 4 bits: 8 % here
 
 
+def test_a_head_in_words_is_repacked(tmp_path):
+    scheme = QuantScheme("gptq", 64, True)
+    tensors = quantised_tensors(scheme)
+    words = random_words(scheme, 64, 128, seed=99)
+    del tensors["lm_head.weight"]
+    tensors |= {f"lm_head.{part}": values for part, values in words.items()}
+    checkpoint = Checkpoint.open(quantised_folder(tmp_path, scheme, tensors))
+    np.testing.assert_array_equal(quantise_checkpoint(checkpoint).head.codes, repack(scheme, words, "lm_head")[0].codes)
+    with pytest.raises(CheckpointError, match="tensor lm_head.qweight has dtype I32, expected BF16, F16 or F32"):
+        checkpoint.tensor("lm_head.qweight")
+
+
 def test_the_zero_biases_of_autogptq_are_accepted_and_others_refused(tmp_path):
     scheme = QuantScheme("gptq", 64, True)
     name = f"{layer_prefix(0)}mlp.up_proj.bias"

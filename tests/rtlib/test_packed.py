@@ -13,8 +13,9 @@ from made_folders import TINY, random_tensors, write_folder
 from rtlib import packed
 from rtlib.checkpoint import Checkpoint
 from rtlib.errors import CheckpointError, RtlibError
+from rtlib.folder import PACKED_MANIFEST as MANIFEST
 from rtlib.folder import ModelFolder
-from rtlib.packed import MANIFEST, WEIGHTS, is_packed, load, save
+from rtlib.packed import WEIGHTS, is_packed, load, save
 from rtlib.weights import ModelWeights, quantise_checkpoint, random_weights
 
 
@@ -238,6 +239,11 @@ def test_mutated_files_give_a_typed_error_or_identical_tensors(tmp_path, rng):
         (folder / name).unlink()
         (folder / name).write_bytes(good[name])
     assert refused > 100  # the others fall on spaces and on config fields that say nothing of the tensors
+
+
+def test_a_packed_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="already in the packed form"):
+        Checkpoint.open(save(WEIGHTS_32, tmp_path / "model"))
 
 
 def test_a_float_folder_is_not_packed(tmp_path):

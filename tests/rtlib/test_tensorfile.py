@@ -58,6 +58,11 @@ def test_headers_that_are_refused(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(CheckpointError, match=r"x: cannot be read \(No such file or directory\)"):
+        TensorFile.open(tmp_path / "x")
+
+
 def test_what_a_file_says_cannot_break_the_line_or_steer_the_terminal(tmp_path):
     (tmp_path / "x").write_bytes(safetensors_bytes(ONE, {"c\n\x1b[2J": entry(dtype="F12")["b"]}))
     with pytest.raises(CheckpointError, match=r"tensor c  \[2J has dtype 'F12'"):

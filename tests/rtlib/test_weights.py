@@ -10,6 +10,7 @@ from rtlib.checkpoint import Checkpoint
 from rtlib.config import PRESETS
 from rtlib.layout import EMBEDDING, FUSED, HEAD
 from rtlib.nibbles import unpack_scales_zeros
+from rtlib.progress import progress
 from rtlib.quantise import dequantise, quantise
 from rtlib.reference import ReferenceModel
 from rtlib.weights import quantise_checkpoint, random_weights
@@ -60,16 +61,28 @@ def test_a_model_without_attention_biases(tmp_path):
     assert weights.layers[0].qkv_bias is None
 
 
-def test_progress_sees_every_layer(tmp_path):
+def test_progress_sees_everything_that_takes_long(tmp_path):
     seen = []
 
-    def record(items, label):
+    def record(items, label, unit="layer"):
         for item in items:
-            seen.append((label, item))
+            seen.append((label, unit, item))
             yield item
 
     quantise_checkpoint(Checkpoint.open(write_folder(tmp_path, TINY, TENSORS)), progress=record)
-    assert seen == [("quantising", 0), ("quantising", 1)]
+    table, head = "quantising the embedding table", "quantising the head"
+    rows = slice(0, 64)
+    assert seen == [
+        ("quantising", "layer", 0),
+        ("quantising", "layer", 1),
+        (table, "block", rows),
+        (head, "block", rows),
+    ]
+
+
+def test_the_progress_bar_is_silent_off_a_terminal(capfd):
+    assert list(progress(range(3), "counting")) == [0, 1, 2]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_random_weights_have_the_dimensions_and_are_repeatable():
