@@ -6,16 +6,22 @@ import sys
 from typing import TextIO
 
 from rtlib.environment import Facts, collect
-from rtlib.judge import FAIL, OK, Finding, judge
+from rtlib.judge import FAIL, NOTE, OK, Finding, judge
 
 
-def run_checks(facts: Facts | None = None) -> list[Finding]:
-    """Return every finding about this machine, or about the `facts` given; the last is the smoke kernel's."""
+def run_checks(facts: Facts | None = None, verbose: bool = False) -> list[Finding]:
+    """Return the findings about this machine, or about the `facts` given.
+
+    The last is a NOTE, the sentence that says which stage the notebooks will use; with `verbose`, notes before it say
+    where each tool lies.
+    """
     facts = facts or collect()
     findings = [*judge(facts)]
     if facts.stage in ("gpu", "sim"):
         findings.append(check_smoke_kernel(facts.stage))
-    return findings
+    if verbose:
+        findings += [Finding(NOTE, f"{tool.name}: {tool.path}") for tool in facts.tools]
+    return [*findings, Finding(NOTE, conclusion(facts, findings))]
 
 
 def check_smoke_kernel(stage: str) -> Finding:
@@ -63,16 +69,9 @@ def conclusion(facts: Facts, findings: list[Finding]) -> str:
     return f"The notebooks will use the stage {facts.stage}: {reason[facts.stage]}{ending}"
 
 
-def main(verbose: bool = False, out: TextIO | None = None) -> int:
-    """Print the report, with paths when `verbose`; returns 1 when something failed, else 0."""
-    out = out or sys.stdout
-    facts = collect()
-    findings = run_checks(facts)
+def print_checks(findings: list[Finding], out: TextIO | None = None) -> None:
+    """Print a line for each finding, with its level unless it is a note, and its remedy below it."""
     for level, text, remedy in findings:
-        print(f"{f'[{level}]':7}{text}", file=out)
+        print(text if level == NOTE else f"{f'[{level}]':7}{text}", file=out or sys.stdout)
         if remedy:
-            print(f"{'':7}-> {remedy}", file=out)
-    for tool in facts.tools if verbose else ():
-        print(f"{'':7}{tool.name}: {tool.path}", file=out)
-    print(conclusion(facts, findings), file=out)
-    return int(any(finding.level == FAIL for finding in findings))
+            print(f"{'':7}-> {remedy}", file=out or sys.stdout)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rtlib.driver import Gpu
 from rtlib.environment import Facts, Tool
 
-OK, WARN, FAIL = "OK", "WARN", "FAIL"
+OK, WARN, FAIL, NOTE = "OK", "WARN", "FAIL", "NOTE"
 MIN_CAPABILITY = (7, 5)
 # bytes for Qwen2.5-Coder-7B: on the device at a context of 4096, on the host while its bf16 folder is quantised
 DEVICE_MEMORY_7B = 5_000_000_000
@@ -24,7 +24,7 @@ _UNSET = "unset RTLIB_STAGE and NUMBA_ENABLE_CUDASIM and start again"
 
 
 class Finding(NamedTuple):
-    """One line of the report: OK, WARN (something is worth knowing or doing) or FAIL (something will not work)."""
+    """One line of the report: OK, WARN (worth knowing or doing), FAIL (something will not work), or a plain NOTE."""
 
     level: str
     text: str

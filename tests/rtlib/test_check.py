@@ -12,7 +12,7 @@ import pytest
 
 from kernels_numba import stage
 from rtlib import check, environment
-from rtlib.check import conclusion, run_checks
+from rtlib.check import conclusion, print_checks, run_checks
 from rtlib.driver import Driver, Gpu, query_driver
 from rtlib.environment import Facts, Tool, collect
 from rtlib.judge import FAIL, OK, WARN, judge
@@ -130,7 +130,7 @@ def test_this_machine_runs_the_smoke_kernel():
     findings = run_checks(facts)
     expected = stage.name if stage.has_device else "compile"
     assert facts.stage == expected
-    assert expected == "compile" or findings[-1] == (OK, f"smoke kernel on {expected}: 100 sums are right", "")
+    assert expected == "compile" or findings[-2] == (OK, f"smoke kernel on {expected}: 100 sums are right", "")
 
 
 @pytest.mark.parametrize(
@@ -143,28 +143,27 @@ def test_a_failing_smoke_kernel_is_a_finding(monkeypatch, outcome, text):
         return outcome
 
     monkeypatch.setattr(check, "run_smoke_kernel", run)
-    finding = run_checks(SERVER)[-1]
+    finding = run_checks(SERVER)[-2]
     assert finding.level == FAIL
     assert text in finding.text
 
 
-def test_report_ends_with_the_stage_and_shows_paths_only_when_asked(monkeypatch):
-    monkeypatch.setattr(check, "collect", lambda: LAPTOP)
+def test_report_ends_with_the_stage_and_shows_paths_only_when_asked(monkeypatch, capsys):
     monkeypatch.setattr(check, "run_smoke_kernel", lambda: 0)
-    short, long = io.StringIO(), io.StringIO()
-    assert check.main(out=short) == 0
-    assert check.main(verbose=True, out=long) == 0
-    assert short.getvalue().splitlines()[-1] == conclusion(LAPTOP, [])
-    assert all(line.startswith("[OK]") for line in short.getvalue().splitlines()[:-1])
-    assert "/somewhere/file" in long.getvalue()
-    assert "/somewhere/file" not in short.getvalue()
+    print_checks(run_checks(LAPTOP))
+    short = capsys.readouterr().out
+    print_checks(run_checks(LAPTOP, verbose=True))
+    long = capsys.readouterr().out
+    assert short.splitlines()[-1] == long.splitlines()[-1] == conclusion(LAPTOP, [])
+    assert all(line.startswith("[OK]   ") for line in short.splitlines()[:-1])
+    assert "NVVM: /somewhere/file" in long.splitlines()
+    assert "/somewhere/file" not in short
 
 
-def test_report_fails_with_its_remedy_below(monkeypatch):
-    monkeypatch.setattr(check, "collect", lambda: replace(LAPTOP, numpy="2.5.1"))
+def test_report_shows_a_failure_with_its_remedy_below(monkeypatch):
     monkeypatch.setattr(check, "run_smoke_kernel", lambda: 0)
     out = io.StringIO()
-    assert check.main(out=out) == 1
+    print_checks(run_checks(replace(LAPTOP, numpy="2.5.1")), out)
     lines = out.getvalue().splitlines()
     number = next(i for i, line in enumerate(lines) if line.startswith("[FAIL] NumPy 2.5.1"))
     assert lines[number + 1] == "       -> pip install 'numpy>=2.0,<2.5'"
