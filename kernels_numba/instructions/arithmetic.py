@@ -1,4 +1,4 @@
-"""Bits, bytes, halves, approximate functions. A `half2` is two fp16 numbers in one uint32, the first in its low half."""
+"""Bits, bytes, halves, approximate functions. A `half2` is two fp16 numbers in one uint32, the first the low half."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Array:
     def __init__(self, data: np.ndarray, name: str = "array", origin: int = 0):
         self.data, self.name, self.origin = data, name, origin
         self.flat = data.reshape(-1)
-        if self.flat.size and not np.shares_memory(self.flat, data):
+        if not data.flags.c_contiguous:
             raise SimulationError(f"a part of {name} that is not contiguous is taken: index it element by element")
         self.size, self.shape, self.dtype = data.size, data.shape, data.dtype
         self.readonly = not data.flags.writeable

@@ -18,7 +18,7 @@ import numpy as np
 from kernels_numba.simulator.errors import SimulationError
 from kernels_numba.simulator.memory import Array
 from kernels_numba.simulator.namespace import Cuda
-from kernels_numba.simulator.values import BUILTINS, BY_NAME, CASTS, MATH, NUMPY, constants
+from kernels_numba.simulator.values import BUILTINS, BY_NAME, CASTS, MATH, NUMPY, constant, constants
 
 
 class ModuleView:
@@ -103,15 +103,16 @@ class TwinMaker:
         seen.add(function)
         names = self._names(function)
         for name, value in names.items():
-            if name in inner and built_from[name] is value:
-                self.twin(inner[name], seen)  # a device function's own names may have changed
-            elif name not in built_from or built_from[name] is not value:
-                built_from[name] = value
+            if name in built_from and built_from[name] is value:
+                if name in inner:
+                    self.twin(inner[name], seen)  # a device function's own names may have changed
+            else:
                 inner.pop(name, None)
                 device_function = self.bridge.device_function(value)
                 if device_function is not None and id(value) not in self.meanings:
                     inner[name] = device_function
                 self._bind(twin, name, self.replace(value, seen))
+                built_from[name] = value
         return twin
 
     def _names(self, function: FunctionType) -> dict[str, Any]:
@@ -164,9 +165,9 @@ class TwinMaker:
         if cuda_name is not None:
             return self._indices.get(cuda_name) or getattr(self.cuda, cuda_name, value)
         if isinstance(value, np.ndarray):
-            constant = value.copy()
-            constant.flags.writeable = False
-            return Array(constant, "a constant array")
+            frozen = value.copy()
+            frozen.flags.writeable = False
+            return Array(frozen, "a constant array")
         if isinstance(value, FunctionType):
             name = value.__name__
             return Refused(f"{name} is a plain Python function: make it a device function with @cuda.jit(device=True)")
