@@ -19,7 +19,7 @@ TEST_CUDA = $(if $(filter-out sim,$(CUDA)),$(CUDA),$(if $(filter Darwin,$(shell 
 .PHONY: lab demo test lint clean
 
 lab: $(VENV)/.ready-notebooks,$(CUDA)
-	$(VENV)/bin/jupyter lab notebooks
+	$(VENV)/bin/jupyter lab $(wildcard notebooks)
 
 demo: $(VENV)/.ready-$(CUDA)
 	$(VENV)/bin/python -m rtlib generate "$(PROMPT)"
