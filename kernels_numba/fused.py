@@ -46,7 +46,7 @@ def make_qkv(
     k_pages and v_pages as halves: uint16 [pages * kv_heads * page_size * head_dim]. A page of -1 takes nothing.
     """
     n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
-    lanes, split, warps, rounds, whole = shape.lanes, shape.split, shape.warps, shape.rounds, shape.whole
+    lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
     words, floats = staged_size(k, form)
     per_block = shape.teams * rounds
     slots = 2 * split * per_block
@@ -66,7 +66,8 @@ def make_qkv(
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         if dependent:
             launch_dependents()
-            prefetch_block(codes, tid, block, k, stride, all_pairs, per_block, threads)
+        prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads)
+        if dependent:
             wait_for_previous()
         factor = inverse_rms(x, partial, tid, k, eps, warps)
         round_vector(x, weight, factor, 1, own_values, own_pairs, tid, k, warps, form)
@@ -88,7 +89,6 @@ def make_qkv(
             split,
             warps,
             rounds,
-            whole,
             1,
             form,
             unpacking,
@@ -133,7 +133,7 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
     N / 2 as uint8 for int8, else uint16), pairs float32 [N / 64 * 2]. A block owns 32 pairs: one block of activations.
     """
     n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
-    lanes, split, warps, rounds, whole = shape.lanes, shape.split, shape.warps, shape.rounds, shape.whole
+    lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
     words, floats = staged_size(k, form)
     per_block = shape.teams * rounds
     slots = 2 * split * per_block
@@ -152,7 +152,8 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         if dependent:
             launch_dependents()
-            prefetch_block(codes, tid, block, k, stride, all_pairs, per_block, threads)
+        prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads)
+        if dependent:
             wait_for_previous()
         factor = inverse_rms(x, partial, tid, k, eps, warps)
         round_vector(x, weight, factor, 1, own_values, own_pairs, tid, k, warps, form)
@@ -174,7 +175,6 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
             split,
             warps,
             rounds,
-            whole,
             1,
             form,
             unpacking,

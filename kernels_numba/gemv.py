@@ -67,11 +67,6 @@ class Shape:
     def block(self) -> int:
         return 32 * self.warps
 
-    @property
-    def whole(self) -> int:
-        """1 when every lane of a team has work at every step."""
-        return int(self.k // CHUNK % (self.lanes * self.split) == 0)
-
 
 @cuda.jit(device=True)
 def first_row(pair, stride):
@@ -97,7 +92,6 @@ def block_pair_sums(
     split,
     warps,
     rounds,
-    whole,
     in_shared,
     form,
     unpacking,
@@ -124,7 +118,6 @@ def block_pair_sums(
             lanes * split,
             k,
             group,
-            whole,
             in_shared,
             form,
             unpacking,
@@ -148,7 +141,7 @@ def gathered(sums, local, split):
 
 
 @cuda.jit(device=True)
-def prefetch_block(codes, tid, block, k, stride, all_pairs, per_block, threads):
+def prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads):
     """Brings the start of the block's rows on their way to the L2 cache, before anything is waited for."""
     per_row = threads // per_block
     local, member = uint32(tid // uint32(per_row)), uint32(tid % uint32(per_row))
@@ -158,7 +151,8 @@ def prefetch_block(codes, tid, block, k, stride, all_pairs, per_block, threads):
         at = uint32(member * uint32(32))  # 128 bytes, a line
         if at < uint32(k // 8):
             prefetch(codes, uint32(uint32(row * uint32(k // 8)) + at))
-            prefetch(codes, uint32(uint32(uint32(row + uint32(stride)) * uint32(k // 8)) + at))
+            second = min(uint32(row + uint32(stride)), uint32(n - 1))
+            prefetch(codes, uint32(uint32(second * uint32(k // 8)) + at))
 
 
 @functools.cache
@@ -170,7 +164,7 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
     What a source does not use may be any array of its dtype.
     """
     n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
-    lanes, split, warps, rounds, whole = shape.lanes, shape.split, shape.warps, shape.rounds, shape.whole
+    lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
     staged = int(source != ROUNDED)
     normed = int(source == NORMED)
     words, floats = staged_size(k, form) if staged else (4, 2)
@@ -187,7 +181,9 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         if dependent:
             launch_dependents()
-            prefetch_block(codes, tid, block, k, stride, all_pairs, per_block, threads)
+        if staged or dependent:
+            prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads)
+        if dependent:
             wait_for_previous()
         if staged:
             factor = float32(1.0)
@@ -212,7 +208,6 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
                 split,
                 warps,
                 rounds,
-                whole,
                 1,
                 form,
                 unpacking,
@@ -235,7 +230,6 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
                 split,
                 warps,
                 rounds,
-                whole,
                 0,
                 form,
                 unpacking,
