@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from math import prod
@@ -21,9 +22,13 @@ def _tracked(machine: Machine, shape: Any, dtype: Any, space: str) -> TrackedArr
     shape, dtype = (shape if isinstance(shape, tuple) else (shape,)), dtype_of(dtype)
     count = prod(int(n) for n in shape)
     data = garbage(count, dtype).reshape(shape)
-    extent = " x ".join(str(n) for n in shape)
     kind = TrackedArray if machine.strict else GarbageArray
-    return kind(data, f"the {space} array {dtype}[{extent}]")
+    return kind(data, _array_name(space, dtype, shape))
+
+
+@functools.cache  # NumPy takes longer to spell a dtype than the rest takes to make the array
+def _array_name(space: str, dtype: np.dtype, shape: tuple) -> str:
+    return f"the {space} array {dtype}[{' x '.join(str(n) for n in shape)}]"
 
 
 class Shared:
@@ -128,6 +133,7 @@ class Cuda:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.shared, self.local, self.const, self.atomic = Shared(machine), Local(machine), Const(), Atomic()
+        self.syncthreads = machine.syncthreads  # no call in between: this is the hottest path
         self.threadIdx = self.blockIdx = Dim3(0, 0, 0)
         for name, cast in CASTS.items():
             setattr(self, name, cast)
@@ -160,9 +166,6 @@ class Cuda:
         return sizes[0] if ndim == 1 else sizes[:ndim]
 
     # barriers
-
-    def syncthreads(self) -> None:
-        self.machine.syncthreads(sys._getframe(1))
 
     def syncthreads_count(self, predicate: Any) -> int:
         return sum(bool(v) for v in self.machine.vote(sys._getframe(1), predicate))

@@ -267,9 +267,10 @@ class Machine:
 
     # block barriers
 
-    def syncthreads(self, frame: FrameType) -> None:
+    def syncthreads(self, frame: FrameType | None = None) -> None:
         """Waits for all threads of the block (barrier 0); written flat, for this is the simulator's hottest path."""
         t, barrier, ready = self.current, self.main_barrier, self.ready
+        frame = frame or sys._getframe(1)
         code, offset = frame.f_code, frame.f_lasti
         t.site, t.waits_for = (code, offset), "syncthreads"
         if self.strict:
