@@ -46,6 +46,14 @@ def overwrite(array: Any, values: np.ndarray, start: int = 0) -> None:
         target.copy_to_device(values)
 
 
+def copy(target: Any, source: Any) -> None:
+    """Copies one device array, or a part of one, into another of the same length and dtype."""
+    if stage.name == "sim":
+        target[:] = source
+    else:
+        target.copy_to_device(source)
+
+
 def free_bytes() -> int | None:
     """Free memory of the GPU in bytes, None on sim."""
     if stage.name == "sim" or not stage.has_device:

@@ -50,6 +50,8 @@ class Shape:
             )
         if 32 % self.lanes or self.warps % self.split or not 1 <= self.warps <= 32:
             raise KernelError(f"{self}: lanes must divide 32, and split the warps (at most 32)")
+        if self.teams * self.rounds > self.block:
+            raise KernelError(f"{self}: a block owns {self.teams * self.rounds} pairs, at most one a thread ({self.block})")
 
     @property
     def pairs(self) -> int:

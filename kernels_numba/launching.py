@@ -43,6 +43,17 @@ class Launch:
         kernel, arguments = self._prepared
         launch(stream, config, kernel, *arguments)
 
+    def adjust(self, grid: tuple, **scalars: Any) -> None:
+        """Changes the grid and scalar arguments, by the kernel's names for them, without making the others ready again."""
+        self.grid = grid
+        self.__dict__.pop("_config", None)
+        names = self.kernel.py_func.__code__.co_varnames
+        for name, value in scalars.items():
+            at = names.index(name)
+            self.args = (*self.args[:at], value, *self.args[at + 1 :])
+            if "_prepared" in self.__dict__:
+                numba_bridge.set_scalar(self._prepared, self.args, at)
+
     @cached_property
     def _prepared(self) -> tuple[Any, list]:
         return numba_bridge.prepared(self.kernel, self.args)

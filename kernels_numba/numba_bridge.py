@@ -335,6 +335,12 @@ def prepared(kernel: Any, args: tuple) -> tuple[Any, list]:
     return compiled._codelibrary.get_cufunc().kernel, parameters
 
 
+def set_scalar(ready: tuple[Any, list], args: tuple, at: int) -> None:
+    """Puts the scalar args[at], of the type it had, into parameters that `prepared` has made."""
+    before = sum(5 + 2 * a.ndim if hasattr(a, "ndim") and a.ndim else 1 for a in args[:at])
+    ready[1][before] = type(ready[1][before])(args[at])
+
+
 def recorded(kernel: Any, grid: tuple, block: tuple, args: tuple) -> Any:
     """A launch on the simulator whose arrays are the memory that they are now."""
     fixed = tuple(a._ary if hasattr(a, "_ary") else a for a in args)

@@ -15,6 +15,8 @@ def choose(n: int, k: int, group: int, stride: int = 1, multiprocessors: int = 1
     Lanes: as many as divide the steps along K evenly. Split: more warps a pair until the GPU is full.
     Rounds: several pairs a team when there are more blocks than the GPU needs, since each block makes the vector ready.
     """
+    if multiprocessors == 1:
+        return _for_simulator(n, k, group, stride, pairs_per_block)
     chunks = k // CHUNK
     lanes = next(width for width in (32, 16, 8, 4) if chunks % width == 0)
     pairs = -(-n // (2 * stride)) * stride
@@ -27,10 +29,15 @@ def choose(n: int, k: int, group: int, stride: int = 1, multiprocessors: int = 1
     if pairs_per_block:
         while 32 // lanes * warps // split > pairs_per_block:
             warps //= 2
-        rounds = pairs_per_block // (32 // lanes * warps // split)
-    else:
-        teams = 32 // lanes * warps // split
-        rounds = max(1, min(8, pairs // (teams * 4 * multiprocessors)))
-        while pairs % (teams * rounds) and rounds > 1 and multiprocessors > 1:
-            rounds -= 1
+        return Shape(n, k, group, stride, lanes, split, warps, pairs_per_block // (32 // lanes * warps // split))
+    teams = 32 // lanes * warps // split
+    rounds = max(1, min(8, 32 * warps // teams, pairs // (teams * 4 * multiprocessors)))
+    while pairs % (teams * rounds) and rounds > 1:
+        rounds -= 1
     return Shape(n, k, group, stride, lanes, split, warps, rounds)
+
+
+def _for_simulator(n: int, k: int, group: int, stride: int, pairs_per_block: int) -> Shape:
+    """A lane a pair: every lane has work and none waits for another, which is what costs time there."""
+    warps = pairs_per_block // 32 or min(4, -(-n // 64))
+    return Shape(n, k, group, stride, lanes=1, split=1, warps=warps)

@@ -14,12 +14,13 @@ import numpy as np
 from kernels_numba import device_memory as memory
 from kernels_numba import stage
 from kernels_numba.activation import FORMS, words_per_block
+from kernels_numba.embedding import make_embedding_rows
 from kernels_numba.fused import make_gate_up, make_qkv
 from kernels_numba.gemv import ADD, NORMED, RAW, ROUNDED, STORE, Shape, make_gemv
 from kernels_numba.int4_dot import UNPACKINGS
 from kernels_numba.launching import Launch
+from kernels_numba.paged_attention import WARPS, make_paged_attention, plan_attention
 from kernels_numba.sampling import MAX_STOP_IDS, THREADS, make_argmax
-from kernels_numba import token_embedding
 from kernels_numba.tuning import choose
 from rtlib.config import ModelConfig
 from rtlib.errors import ConfigError
@@ -114,6 +115,11 @@ class Model:
         words = pages * config.num_kv_heads * options.page_size * config.head_dim // 2
         self.keys = [memory.filled(words, np.uint32) for _ in range(config.num_layers)]
         self.values = [memory.filled(words, np.uint32) for _ in range(config.num_layers)]
+        self.attention = plan_attention(
+            config.num_heads, config.num_kv_heads, config.head_dim, options.page_size, options.max_context, self.multiprocessors
+        )
+        self.partials = memory.filled(self.attention.workspace, np.float32)
+        self.tickets = memory.filled(self.attention.tickets, np.uint32)
         self.nothing = memory.filled(4, np.uint32), memory.filled(4, np.float32)
 
     # weights
@@ -159,11 +165,18 @@ class Model:
         return [*launches, self._gemv(self.head, NORMED, STORE, self.logits, raw=self.residual, norm=self.final_norm)]
 
     def _embed(self) -> Launch:
-        hidden = self.config.hidden_size
-        kernel = token_embedding.make_token_embedding(hidden, self._dependent())
-        blocks = -(-hidden // (4 * token_embedding.THREADS))
-        arguments = (self.embedding_codes, self.embedding_scales, self.state.token, self.residual)
-        return self._launch(kernel, blocks, token_embedding.THREADS, *arguments)
+        arguments = (self.state.token, self.embedding_codes, self.embedding_scales, self.residual)
+        return Launch(make_embedding_rows(self.config.hidden_size, WARPS), 1, 32 * WARPS, *arguments)
+
+    def _attend(self, index: int) -> Launch:
+        config, plan, state = self.config, self.attention, self.state
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim, self.options.page_size)
+        kernel = make_paged_attention(*shape, plan.splits, self._dependent(), stage.compute_capability())
+        return self._launch(
+            kernel, plan.grid, 32 * WARPS,
+            self.query, self.keys[index], self.values[index], state.block_table, state.position,
+            self.partials, self.tickets, self.attended,
+        )  # fmt: skip
 
     @property
     def _eps(self) -> np.float32:
@@ -220,3 +233,25 @@ class Model:
             self.logits, memory.filled(blocks, np.float32), memory.filled(blocks, np.uint32), memory.filled(1, np.uint32),
             state.token, state.position, state.history, state.status, state.limit, state.stop_ids,
         )  # fmt: skip
+
+    # what it weighs
+
+    def kernel_groups(self, context: int) -> list[tuple[str, list[Launch], int]]:
+        """The launches of a step by kernel, with the bytes that one of them must read at a context."""
+        config, layers = self.config, len(self.layers)
+        by_kind = [self.forward_step[1 + kind : 1 + 5 * layers : 5] for kind in range(5)]
+        linears = {"qkv": 0, "o": 2, "gate_up": 3, "down": 4}
+        groups = [(name, by_kind[at], _linear_bytes(self.layers[0][name])) for name, at in linears.items()]
+        cache = 2 * 2 * config.num_kv_heads * config.head_dim * (context + 1)
+        groups.append(("attention", by_kind[1], cache))
+        groups.append(("head", self.forward_step[-1:], _linear_bytes(self.head)))
+        return [*groups, ("argmax", [self.choose_greedily], 4 * config.vocab_size)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that weights, caches and buffers take."""
+        return memory.allocated_bytes()
+
+
+def _linear_bytes(linear: DeviceLinear) -> int:
+    return linear.codes.nbytes + linear.scales_zeros.nbytes

@@ -170,7 +170,7 @@ class Runtime:
         state.set("position", at)
         state.set("status", RUNNING)
         state.set("stop_ids", *(*stop_ids, *[-1] * (len(state.stop_ids) - len(stop_ids))))
-        self._graph(steps).replay()
+        self.graph(steps).replay()
         done = state.get("position") - at
         if state.get("status") == NOT_FINITE:
             raise RtlibError(f"a logit at position {at + done} is not finite; the weights or the kernels are damaged")
@@ -178,7 +178,8 @@ class Runtime:
         self._ids += [token, *chosen[:-1]]
         return chosen
 
-    def _graph(self, steps: int) -> Graph:
+    def graph(self, steps: int) -> Graph:
+        """The graph of `steps` decode steps with the argmax, captured when it is first asked for."""
         if steps not in self._graphs:
             model = self._open()
             self._graphs[steps] = Graph([*model.forward_step, model.choose_greedily], repeats=steps)
@@ -197,6 +198,11 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def model(self) -> Model:
+        """The model on the device; raises RtlibError once the runtime is closed."""
+        return self._open()
 
     def _open(self) -> Model:
         if self._model is None:

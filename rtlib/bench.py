@@ -1,0 +1,185 @@
+"""Measures the ceilings of the memory, then the decode step, kernel by kernel and as a whole, and the time to the first token.
+
+On the GPU times are medians of CUDA events around replays, after warm-up; on sim the same table has counts in their place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kernels_numba import ceilings, stage
+from kernels_numba import device_memory as memory
+from kernels_numba.launching import Graph, Launch, run_all
+from rtlib.runtime import Runtime
+
+CONTEXTS = (512, 4096, 16384)
+PROMPTS = (128, 512, 2048, 8192)
+TOKENS = 128
+CEILING_BYTES = 2**30  # twenty times an H200's L2
+
+
+def elapsed_us(work: Callable[[], None], repeats: int) -> list[float]:
+    """Microseconds of each of `repeats` runs of `work`, between events on its stream, after one run to warm up."""
+    from numba import cuda
+
+    work()
+    times = []
+    for _ in range(repeats):
+        begin, end = cuda.event(), cuda.event()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(cuda.event_elapsed_time(begin, end) * 1e3)
+    return times
+
+
+def measure_ceilings(nbytes: int = CEILING_BYTES) -> dict[str, float]:
+    """The memory's copy and read rates in 10^9 bytes per second, the copy's bytes counted twice."""
+    quads = nbytes // 16
+    source, target = memory.empty(nbytes // 4, np.uint32), memory.empty(nbytes // 4, np.uint32)
+    blocks = 16 * stage.multiprocessors()
+    copy = Launch(ceilings.copy_words, blocks, ceilings.THREADS, source, target, np.uint32(quads))
+    read = Launch(ceilings.read_words, blocks, ceilings.THREADS, source, target, np.uint32(quads))
+    return {
+        "copy": 2 * nbytes / statistics.median(elapsed_us(copy.run, 10)) / 1e3,
+        "read": nbytes / statistics.median(elapsed_us(read.run, 10)) / 1e3,
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """GPU, driver, versions and date, to stand beside every recorded figure."""
+    versions = {}
+    for package in ("numba", "numba-cuda", "cuda-core", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    found = {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "versions": versions}
+    if stage.name == "sim":
+        return found | {"stage": "sim"}
+    from rtlib.driver import probe
+
+    driver = probe()
+    gpu = driver.gpus[0]
+    return found | {"stage": "gpu", "gpu": gpu.name, "capability": list(gpu.capability), "driver": driver.version}
+
+
+class Bench:
+    """The measurements of one loaded model."""
+
+    def __init__(self, runtime: Runtime, tokens: int = TOKENS):
+        self.runtime, self.model, self.tokens = runtime, runtime.model, tokens
+        self.step = [*self.model.forward_step, self.model.choose_greedily]
+
+    def decode(self, context: int) -> dict[str, Any]:
+        """Milliseconds per token at a context, eager and as graphs of 16 steps, with the spread (quartiles)."""
+        graph = self.runtime.graph(16)
+        return {"context": context} | {
+            "eager_ms": self._spread(context, lambda: run_all(self.step), 1),
+            "graph_ms": self._spread(context, graph.replay, 16),
+        }
+
+    def _spread(self, context: int, work: Callable[[], None], steps: int) -> dict[str, float]:
+        self._at(context)
+        times = [us / steps / 1e3 for us in elapsed_us(work, max(4, self.tokens // steps))]
+        low, middle, high = statistics.quantiles(times, n=4)
+        return {"median": middle, "low": low, "high": high}
+
+    def _at(self, context: int) -> None:
+        """Puts the state behind `context` positions of a sequence that has all pages."""
+        state = self.model.state
+        state.set("block_table", *range(len(state.block_table)))
+        state.set("position", context)
+        state.set("status", 0)
+        state.set("stop_ids", *[-1] * len(state.stop_ids))
+
+    def host_us(self) -> float:
+        """Microseconds of the host per launch when a step is run eagerly."""
+        self._at(1)
+        began = time.perf_counter()
+        run_all(self.step)
+        spent = time.perf_counter() - began
+        stage.synchronize()
+        return spent * 1e6 / len(self.step)
+
+    def kernels(self, context: int, ceiling: float) -> list[dict[str, Any]]:
+        """Each kernel of a step over all layers, in a graph: launches, bytes, microseconds, rate, share of the ceiling."""
+        rows = []
+        for name, launches, nbytes in self.model.kernel_groups(context):
+            self._at(context)
+            graph = Graph(launches, repeats=max(1, 56 // len(launches)))
+            us = statistics.median(elapsed_us(graph.replay, 10)) / graph.count
+            graph.close()
+            rate = nbytes / us / 1e3
+            rows.append(
+                {"kernel": name, "launches": len(launches), "bytes": nbytes, "us": us, "gb_per_s": rate, "percent": 100 * rate / ceiling}
+            )
+        return rows
+
+    def first_token(self, prompt: int) -> dict[str, Any]:
+        """Milliseconds from a prompt's ids to its logits on the host."""
+        ids = np.random.default_rng(0).integers(0, self.runtime.config.vocab_size, prompt).tolist()
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            self.runtime.prefill(ids)
+            times.append((time.perf_counter() - began) * 1e3)
+        return {"prompt": prompt, "ttft_ms": statistics.median(times[1:]), "first_ms": times[0]}
+
+
+def measure(options: Any) -> dict[str, Any]:
+    """Everything that `python -m rtlib bench` prints."""
+    began = time.perf_counter()
+    most = max(options.contexts or CONTEXTS) + 2 * TOKENS + 16
+    wanted = options.max_context or (most if stage.name == "gpu" else None)
+    runtime = Runtime.load(options.model, max_context=wanted, activation=options.activation, attention=options.attention)
+    with runtime:
+        results: dict[str, Any] = {"machine": describe_machine(), "model": options.model or "embedded"}
+        results["load_s"] = time.perf_counter() - began
+        if stage.name == "sim":
+            groups = runtime.model.kernel_groups(16)
+            rows = [{"kernel": name, "launches": len(launches), "bytes": nbytes} for name, launches, nbytes in groups]
+            return results | {"kernels": rows}
+        results["ceilings_gb_per_s"] = measure_ceilings()
+        bench = Bench(runtime, options.tokens or TOKENS)
+        fitting = [c for c in options.contexts or CONTEXTS if c + 2 * TOKENS + 16 <= runtime.options.max_context]
+        results["decode"] = [bench.decode(c) for c in fitting]
+        results["host_us_per_launch"] = bench.host_us()
+        read = results["ceilings_gb_per_s"]["read"]
+        results["kernels"] = {c: bench.kernels(c, read) for c in fitting[:2]}
+        results["first_token"] = [bench.first_token(p) for p in PROMPTS if p <= runtime.options.max_context]
+        results["device_bytes"] = runtime.model.nbytes
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as lines for a terminal."""
+    machine = results["machine"]
+    lines = [f"{results['model']} on {machine.get('gpu', 'the simulator')}, {machine['date']}, loaded in {results['load_s']:.1f} s"]
+    if machine["stage"] == "sim":
+        return "\n".join(lines + [f"{r['kernel']:>12} {r['launches']:>4} launches {r['bytes']:>10} bytes each" for r in results["kernels"]])
+    ceilings_found = results["ceilings_gb_per_s"]
+    lines.append(f"ceilings: copy {ceilings_found['copy']:.0f} GB/s, read {ceilings_found['read']:.0f} GB/s; device memory {results['device_bytes'] / 1e9:.3f} GB")
+    for row in results["decode"]:
+        eager, graph = row["eager_ms"], row["graph_ms"]
+        lines.append(
+            f"decode at {row['context']:>6}: eager {eager['median']:.3f} ({eager['low']:.3f}..{eager['high']:.3f}), "
+            f"graph {graph['median']:.3f} ({graph['low']:.3f}..{graph['high']:.3f}) ms/token"
+        )
+    lines.append(f"the host spends {results['host_us_per_launch']:.1f} us a launch when eager")
+    for context, rows in results["kernels"].items():
+        lines.append(f"kernels at context {context}:")
+        for r in rows:
+            lines.append(f"{r['kernel']:>12} x{r['launches']:<3} {r['bytes'] / 1e6:9.2f} MB {r['us']:8.2f} us {r['gb_per_s']:6.0f} GB/s {r['percent']:5.1f} %")
+    for row in results["first_token"]:
+        lines.append(f"first token of {row['prompt']:>5}: {row['ttft_ms']:.1f} ms (the first time {row['first_ms']:.0f} ms)")
+    return "\n".join(lines)
