@@ -100,8 +100,9 @@ def merge_blocks(partials, first, rows, used, factor, lane, weights, own, merged
             x2 = float32(x2 * weights[uint32(at + uint32(2))]) + float32(x3 * weights[uint32(at + uint32(3))])
             merged[j] = float32(merged[j] + float32(x0 + x2))
         split = uint32(split + uint32(4))
+    inverse = divide(float32(1.0), total)
     for j in range(head_dim // 32):
-        merged[j] = divide(merged[j], total)
+        merged[j] = float32(merged[j] * inverse)
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -26,7 +26,7 @@ from kernels_numba.instructions.arithmetic import (
     half2_floats,
     prmt,
 )
-from kernels_numba.instructions.memory import load_u32x2, load_u32x4, shared_u32x2, shared_u32x4
+from kernels_numba.instructions.memory import load_f32x4, load_u32x2, load_u32x4, shared_u32x2, shared_u32x4
 from kernels_numba.reduce import ALL_LANES
 from kernels_numba.tiles import mma_k16
 
@@ -60,20 +60,21 @@ def quad_sum(value):
 
 
 @cuda.jit(device=True, forceinline=True)
-def load_query(q, head, exists, t, floats, query, head_dim):
+def load_query(q, head, t, floats, query, head_dim):
     """Row g of Q as fragments; gives the power of two that was taken out of it, so that fp16 holds it.
 
-    head: whose query it is; a row that does not exist is 0. floats (float32 [head_dim / 4]) is scratch, query (uint32
-    [head_dim / 4]) the result: for each 16 columns a0, a1, a2, a3. Piece p = 4c + t of 8 dimensions is this lane's.
+    head: whose query it is. floats (float32 [head_dim / 4]) is scratch, query (uint32 [head_dim / 4]) the result: for
+    each 16 columns a0, a1, a2, a3. Piece p = 4c + t of 8 dimensions is this lane's.
     """
     largest = float32(0.0)
-    for k in range(head_dim // 4):
-        dim = uint32(uint32(uint32(uint32(k // 8 * 4) + t) * uint32(8)) + uint32(k % 8))
-        x = float32(0.0)
-        if exists:
-            x = q[uint32(uint32(head * uint32(head_dim)) + dim)]
-        floats[k] = x
-        largest = fmax(largest, fabs(x))
+    at = uint32(uint32(head * uint32(head_dim)) + uint32(t * uint32(8)))
+    for k in range(head_dim // 16):
+        a, b, c, d = load_f32x4(q, uint32(at + uint32(k // 2 * 32 + k % 2 * 4)))
+        floats[4 * k] = a
+        floats[4 * k + 1] = b
+        floats[4 * k + 2] = c
+        floats[4 * k + 3] = d
+        largest = fmax(fmax(fmax(largest, fabs(a)), fabs(b)), fmax(fabs(c), fabs(d)))
     # 2^14 or a little more becomes the largest: fp16 ends at 2^16, and what lies 2^28 below is still exact
     exponent = uint32(max(uint32(float_bits(quad_max(largest)) >> uint32(23)), uint32(15)))
     up = bits_float(uint32(uint32(uint32(268) - exponent) << uint32(23)))
@@ -119,6 +120,7 @@ def load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, in_
                 values[first + 2] = c
                 values[first + 3] = d
                 at = uint32(at + uint32(32))
+    cuda.syncwarp()  # else the compiler moves loads of V down to their use
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -147,9 +149,9 @@ def attend(query, keys, values, sums, factor, top, total, step, length, t, head_
     """Takes 16 more tokens, `step` and following, into the online softmax of row g; gives the new top and total.
 
     keys: uint32 [head_dim / 4], fragments of tokens 0-7, then 8-15. values: uint32 [head_dim / 4], of tokens 2t,
-    2t + 1, 2t + 8, 2t + 9. sums: float32 [head_dim / 2], the accumulator's fragments. top: the largest score so far, unscaled;
-    total: this lane's share of the sum of weights. factor: from a score to the exponent of 2. Tokens from `length` on
-    weigh nothing, though their slots must hold finite numbers.
+    2t + 1, 2t + 8, 2t + 9. sums: float32 [head_dim / 2], the accumulator's fragments. top: the largest score so far,
+    unscaled; total: this lane's share of the sum of weights. factor: from a score to the exponent of 2. Tokens from
+    `length` on weigh nothing, though their slots must hold finite numbers.
     """
     s0, s1 = scores(query, keys, 0, head_dim, wide)
     s2, s3 = scores(query, keys, head_dim // 8, head_dim, wide)

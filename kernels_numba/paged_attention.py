@@ -99,6 +99,13 @@ def stretch(length, splits):
     return uint32(tokens), uint32(uint32(length + uint32(tokens - uint32(1))) // uint32(tokens))
 
 
+@cuda.jit(device=True, forceinline=True)
+def first_word(page, kv_head, token, kv_heads, page_size, half):
+    """Where the row of a token starts, in words, in K or V."""
+    row = uint32(uint32(page * uint32(kv_heads)) + kv_head)
+    return uint32(uint32(uint32(row * uint32(page_size)) + uint32(token % uint32(page_size))) * uint32(half))
+
+
 @functools.cache
 def make_paged_attention(
     heads: int,
@@ -154,24 +161,26 @@ def make_paged_attention(
             values = cuda.local.array(quarter, uint32)
             sums = cuda.local.array(half, float32)
             page = uint32(block_table[uint32(step // uint32(page_size))])
-            factor = load_query(q, uint32(first_head + g), g < here, t, sums, query, head_dim)
-            factor = float32(factor * float32(scale))
+            base = first_word(page, kv_head, step, kv_heads, page_size, half)
+            limit = min(uint32(TOKENS - 1), uint32(uint32(end - uint32(1)) - step))
+            load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, 0)
+            head = uint32(first_head + min(g, uint32(here - uint32(1))))  # rows past the last head repeat it
+            factor = float32(load_query(q, head, t, sums, query, head_dim) * float32(scale))
             if warp == uint32(0) and t == uint32(0):
                 factors[g] = factor
             for k in range(half):
                 sums[k] = float32(0.0)
             top, total = float32(NEVER), float32(0.0)
             while step < end:
-                row = uint32(uint32(page * uint32(kv_heads)) + kv_head)
-                row = uint32(uint32(row * uint32(page_size)) + uint32(step % uint32(page_size)))
-                limit = min(uint32(TOKENS - 1), uint32(uint32(length - uint32(1)) - step))
-                base = uint32(row * uint32(half))
-                load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, 0)
                 following = uint32(step + uint32(WARPS * TOKENS))
-                # the page after this one, known before its turn comes
-                page = uint32(block_table[uint32(uint32(following if following < end else step) // uint32(page_size))])
-                top, total = attend(query, keys, values, sums, factor, top, total, step, length, t, head_dim, wide)
+                if following < end:  # looked up early, so that the loads after this step need not wait for it
+                    page = uint32(block_table[uint32(following // uint32(page_size))])
+                top, total = attend(query, keys, values, sums, factor, top, total, step, end, t, head_dim, wide)
                 step = following
+                if step < end:
+                    base = first_word(page, kv_head, step, kv_heads, page_size, half)
+                    limit = min(uint32(TOKENS - 1), uint32(uint32(end - uint32(1)) - step))
+                    load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, 0)
             share(sums, top, total, warp, lane, all_sums, all_tops, all_totals, head_dim)
         cuda.syncthreads()
         if warp >= here and used == uint32(1):
@@ -187,8 +196,9 @@ def make_paged_attention(
                 at = uint32(row + uint32(split * uint32(HEADS)))
                 write_partial(partials, at, rows, top, total, merged, lane, head_dim)
             else:
+                inverse = divide(float32(1.0), total)
                 for j in range(columns):
-                    merged[j] = divide(merged[j], total)
+                    merged[j] = float32(merged[j] * inverse)
         if used > uint32(1):
             if not is_last(tickets, number, used, flag, tid):
                 return
