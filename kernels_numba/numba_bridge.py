@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda, typeof
+from numba.cloudpickle import CloudPickler
 from numba.core import config
 
 from kernels_numba.simulator.memory import Array
@@ -165,6 +166,7 @@ def _install() -> None:
     for name in _USABLE:
         if not hasattr(cuda, name):
             setattr(cuda, name, twins._indices.get(name) or getattr(namespace, name, None))
+            _OFFERED[id(getattr(cuda, name))] = name
 
 
 def _tolerant(jit: Callable) -> Callable:
@@ -173,9 +175,17 @@ def _tolerant(jit: Callable) -> Callable:
 
     @functools.wraps(jit)
     def accepting(func_or_sig: Any = None, **options: Any) -> Any:
-        return jit(func_or_sig, **{k: v for k, v in options.items() if k in known})
+        made = jit(func_or_sig, **{k: v for k, v in options.items() if k in known})
+        if device_function(made) is None:  # a decorator, since options or a signature were given
+            return lambda function: _with_options(made(function), options)
+        return _with_options(made, options)
 
     return accepting
+
+
+def _with_options(kernel: Any, options: dict[str, Any]) -> Any:
+    kernel.targetoptions = options  # where numba-cuda's own kernels keep them
+    return kernel
 
 
 if SIMULATED:
@@ -345,3 +355,54 @@ def recorded(kernel: Any, grid: tuple, block: tuple, args: tuple) -> Any:
     """A launch on the simulator whose arrays are the memory that they are now."""
     fixed = tuple(a._ary if hasattr(a, "_ary") else a for a in args)
     return functools.partial(SimulatedLaunch(kernel, grid, block), *fixed)
+
+
+# compiling without running
+
+_COMPILED_OPTIONS = ("fastmath", "launch_bounds", "lineinfo", "debug")
+
+
+def jit_options(kernel: Any) -> dict[str, Any]:
+    """The options that the kernel was given to `cuda.jit`."""
+    return {k: v for k, v in getattr(kernel, "targetoptions", {}).items() if v}
+
+
+def is_type(value: Any) -> bool:
+    """True for numba's types."""
+    return hasattr(value, "mangling_args")
+
+
+def compile_ptx(kernel: Any, signature: Any, capability: tuple[int, int]) -> str:
+    """PTX of a kernel for a compute capability. signature: numba types or example arguments, or a string.
+
+    From 9.0 on for exactly this GPU (sm_90a ...), as a launch compiles it.
+    """
+    if isinstance(signature, tuple):
+        signature = tuple(a if is_type(a) else typeof(a) for a in signature)
+    options = {k: v for k, v in jit_options(kernel).items() if k in _COMPILED_OPTIONS}
+    exact = (*capability, "a") if capability >= (9, 0) else capability
+    return cuda.compile_ptx(kernel.py_func, signature, cc=exact, **options)[0]
+
+
+def is_compiler_missing(error: Exception) -> bool:
+    """True when numba found no NVVM or NVRTC, or one that does not fit."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"NvvmSupportError", "NvvmError", "NvrtcError", "NvrtcSupportError", "DynamicLibNotFoundError"})
+
+
+class KernelPickler(CloudPickler):
+    """Pickles kernels and device functions by value, so that a process of the other stage can make them anew."""
+
+    def reducer_override(self, value: Any) -> Any:
+        function = device_function(value)
+        if function is not None:
+            return remade, (function, dict(jit_options(value)))
+        offered = None if isinstance(value, (type, ModuleType)) else cuda_name(value)
+        if offered is not None:
+            return getattr, (cuda, offered)
+        return super().reducer_override(value)
+
+
+def remade(function: Callable, options: dict[str, Any]) -> Any:
+    """The kernel or device function made by this process's `cuda.jit`."""
+    return cuda.jit(**options)(function)
