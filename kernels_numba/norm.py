@@ -9,19 +9,10 @@ import functools
 
 from numba import cuda, float32, uint32
 
-from kernels_numba.instructions.arithmetic import fma, fmax, rsqrt
+from kernels_numba.instructions.arithmetic import fma, rsqrt
 from kernels_numba.instructions.memory import load_f32x4
 from kernels_numba.reduce import block_sum
-from kernels_numba.rows import block_max, check_rows, largest, row_factor, row_scale, store_four
-
-
-@cuda.jit(device=True)
-def normed_four(x, weight, line, at, inverse):
-    """Elements at .. at + 3 of the row that starts at `line`, normalised."""
-    a, b, c, d = load_f32x4(x, uint32(line + at))
-    e, f, g, h = load_f32x4(weight, at)
-    a, b = float32(float32(a * inverse) * e), float32(float32(b * inverse) * f)
-    return a, b, float32(float32(c * inverse) * g), float32(float32(d * inverse) * h)
+from kernels_numba.rows import check_rows, clear, row_elements, store_row
 
 
 @functools.cache
@@ -32,35 +23,31 @@ def make_norm_rows(k: int, group: int, warps: int):
     uint32 [T * K / 2], scales float32 [T], sums float32 [K / group * capacity], capacity.
     """
     check_rows(k, group, warps)
+    elements = row_elements(k, warps)
 
     @cuda.jit
     def norm_rows(x, weight, eps, values, scales, sums, capacity):
         partial = cuda.shared.array(32, float32)
         largest_of_warps = cuda.shared.array(32, float32)
+        own = cuda.local.array(elements, float32)
         tid, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        line = uint32(row * uint32(k))
+        clear(own, elements)
         squares = float32(0.0)
-        for start in range(0, k, warps * 128):
-            at = uint32(uint32(start) + uint32(tid * uint32(4)))
+        for step in range(elements // 4):
+            e, at = 4 * step, uint32(uint32(step * 128 * warps) + uint32(tid * uint32(4)))
             if at < uint32(k):
-                a, b, c, d = load_f32x4(x, uint32(line + at))
+                a, b, c, d = load_f32x4(x, uint32(uint32(row * uint32(k)) + at))
                 squares = fma(a, a, fma(b, b, fma(c, c, fma(d, d, squares))))
+                own[e], own[e + 1], own[e + 2], own[e + 3] = a, b, c, d
         mean = float32(block_sum(squares, partial, tid, warps) * float32(1.0 / k))
         inverse = rsqrt(float32(mean + eps))
-        absmax = float32(0.0)
-        for start in range(0, k, warps * 128):
-            at = uint32(uint32(start) + uint32(tid * uint32(4)))
+        for step in range(elements // 4):
+            e, at = 4 * step, uint32(uint32(step * 128 * warps) + uint32(tid * uint32(4)))
             if at < uint32(k):
-                a, b, c, d = normed_four(x, weight, line, at, inverse)
-                absmax = fmax(absmax, largest(a, b, c, d))
-        absmax = block_max(absmax, largest_of_warps, tid, warps)
-        factor = float32(inverse * row_factor(absmax))  # a power of two changes no rounding
-        if tid == uint32(0):
-            scales[row] = row_scale(absmax)
-        for start in range(0, k, warps * 128):
-            at = uint32(uint32(start) + uint32(tid * uint32(4)))
-            if at < uint32(k):
-                a, b, c, d = normed_four(x, weight, line, at, factor)
-                store_four(values, sums, row, at, k, group, capacity, a, b, c, d)
+                a, b, c, d = load_f32x4(weight, at)
+                own[e], own[e + 1] = float32(float32(own[e] * inverse) * a), float32(float32(own[e + 1] * inverse) * b)
+                own[e + 2] = float32(float32(own[e + 2] * inverse) * c)
+                own[e + 3] = float32(float32(own[e + 3] * inverse) * d)
+        store_row(own, largest_of_warps, values, scales, sums, row, tid, k, group, capacity, warps)
 
     return norm_rows

@@ -1,12 +1,13 @@
 """INT4 matrix times a chunk of tokens on tensor cores: y[t, n] = scale[t] * sum over k of s * (q[n, k] - z) * x[t, k].
 
-Spec: `(values * scales[:, None]) @ dequantised.T`. The weights are the mma's A operand, decoded in registers; the tokens
-are B. As K is summed over, its order inside an mma is free: lane t of a quad takes words 4j + t of a row, 8 weights
-each, and the same 16 bytes of x, so that both come by plain wide loads and no value moves between lanes.
+Spec: `(values * scales[:, None]) @ dequantised.T`. The weights are the mma's A operand, decoded in registers; the
+tokens are B. K is summed over, so its order inside an mma is free: lane t of a quad takes word 4j + t of a row of codes
+and the same 8 values of x, both by plain wide loads. `rows.store_four` has put these 8 in the order in which a word
+gives its codes, two at a time: 0 2, 4 6, 1 3, 5 7.
 
-Codes enter as q - 8, which fp16 holds exactly; sum(s * (q - z) * x) = s * (sum((q - 8) * x) - (z - 8) * sum(x)), with the
-sums of x made by the kernel that rounded it. A group's sum stands in accumulators of its own and is added to the total in
-float32 once: tensor cores cut off low bits when they add to a large accumulator, and over all of K that would be seen.
+Codes enter as q - 8, which fp16 holds exactly. s * (q - z) summed is s * (sum((q - 8) * x) - (z - 8) * sum(x)); the sums
+of x come from the kernel that rounded it. A group has accumulators of its own, which are added to the total in float32
+once: tensor cores cut off low bits when they add to a large number, and over all of K that would be seen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numba import cuda, float32, uint32
 
 from kernels_numba.errors import KernelError
 from kernels_numba.gemv import ADD
-from kernels_numba.instructions.arithmetic import fma, half2_floats, half2_sub, prmt
+from kernels_numba.instructions.arithmetic import and_or, fma, half2_floats, half2_fma, half2_sub
 from kernels_numba.instructions.asynchronous import copy_async_commit, copy_async_wait_1
 from kernels_numba.instructions.memory import shared_f32x2, shared_u32x4, stream_u32
 from kernels_numba.tiles import copy_16, mma_k16
@@ -63,12 +64,110 @@ def choose_tile(n: int, tokens: int, multiprocessors: int = 1) -> Tile:
 
 
 @cuda.jit(device=True)
-def decode_half(word, high):
-    """Elements 0 to 3 of a word of codes, or 4 to 7 when `high`, less 8, as two half2: each byte under 1024's exponent."""
-    nibbles = uint32(uint32(word >> uint32(4 * high)) & uint32(0x0F0F0F0F))
-    first = prmt(nibbles, uint32(0x64646464), uint32(0x4140))
-    second = prmt(nibbles, uint32(0x64646464), uint32(0x4342))
-    return half2_sub(first, uint32(0x64086408)), half2_sub(second, uint32(0x64086408))
+def decode_pairs(word):
+    """Codes (0, 2) and (4, 6) of a word, less 8, as two half2; of the word shifted right by 8, (1, 3) and (5, 7).
+
+    Under the exponent of 1024 a code q reads 1024 + q, and one that stands 4 bits higher 1024 + 16 q.
+    """
+    low = and_or(word, uint32(0x000F000F), uint32(0x64006400))
+    high = and_or(word, uint32(0x00F000F0), uint32(0x64006400))
+    return half2_sub(low, uint32(0x64086408)), half2_fma(high, uint32(0x2C002C00), uint32(0xD480D480))
+
+
+@cuda.jit(device=True)
+def load_x(xs, to, values, at, first, last, tid, columns, threads, k, asynchronous):
+    """Starts to bring a stage of x: 64 values from `at` on, of tokens first ..; neighbours' lie in other banks."""
+    for turn in range((columns * 8 + threads - 1) // threads):
+        chunk = uint32(uint32(turn * threads) + tid)
+        if chunk < uint32(columns * 8):
+            token, c = uint32(chunk >> uint32(3)), uint32(chunk & uint32(7))
+            place = uint32(c ^ uint32(uint32(token & uint32(1)) << uint32(2)))
+            source = uint32(uint32(min(uint32(first + token), last) * uint32(k // 2)) + uint32(at >> uint32(1)))
+            here = uint32(uint32(token * uint32(32)) + uint32(place * uint32(4)))
+            copy_16(xs, uint32(to + here), values, uint32(source + uint32(c * uint32(4))), asynchronous)
+
+
+@cuda.jit(device=True)
+def load_codes(ws, to, codes, at, first, tid, rows, threads, n, k, asynchronous):
+    """Starts to bring a stage of codes: 64 from `at` on, of rows first ..; rows 4 apart lie in other banks."""
+    for turn in range((rows * 2 + threads - 1) // threads):
+        chunk = uint32(uint32(turn * threads) + tid)
+        if chunk < uint32(rows * 2):
+            row, c = uint32(chunk >> uint32(1)), uint32(chunk & uint32(1))
+            place = uint32(c ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
+            source = uint32(uint32(min(uint32(first + row), uint32(n - 1)) * uint32(k // 8)) + uint32(at >> uint32(3)))
+            here = uint32(uint32(row * uint32(8)) + uint32(place * uint32(4)))
+            copy_16(ws, uint32(to + here), codes, uint32(source + uint32(c * uint32(4))), asynchronous)
+
+
+@cuda.jit(device=True)
+def load_sums(ss, to, sums, at, first, capacity, tid, columns, threads, group, per_stage, asynchronous):
+    """Starts to bring the sums of x over the groups of a stage."""
+    lines = columns // 4  # of 16 bytes
+    for turn in range((per_stage * lines + threads - 1) // threads):
+        chunk = uint32(uint32(turn * threads) + tid)
+        if chunk < uint32(per_stage * lines):
+            of = uint32(uint32(at // uint32(group)) + uint32(chunk // uint32(lines)))
+            line = uint32(uint32(first >> uint32(2)) + uint32(chunk % uint32(lines)))
+            line = min(line, uint32(uint32(capacity >> uint32(2)) - uint32(1)))
+            source = uint32(uint32(of * capacity) + uint32(line * uint32(4)))
+            copy_16(ss, uint32(to + uint32(chunk * uint32(4))), sums, source, asynchronous)
+
+
+@cuda.jit(device=True)
+def fold(total, part, scales_zeros, ss, own, m_tiles, n_tiles):
+    """Adds a group's sums to the totals, with scale and zero point, and starts the next group at 0.
+
+    total, part: accumulators [n_tiles][m_tiles][4]. scales_zeros: a lane's rows g and g + 8 of each m tile.
+    ss[own ..]: the sums of x of a lane's two tokens of each n tile.
+    """
+    for b in range(n_tiles):
+        u, v = shared_f32x2(ss, uint32(own + uint32(8 * b)))
+        for m in range(m_tiles):
+            s0, z0 = half2_floats(scales_zeros[2 * m])
+            s1, z1 = half2_floats(scales_zeros[2 * m + 1])
+            z0, z1 = float32(float32(8.0) - z0), float32(float32(8.0) - z1)
+            e = 4 * (b * m_tiles + m)
+            total[e] = fma(s0, fma(z0, u, part[e]), total[e])
+            total[e + 1] = fma(s0, fma(z0, v, part[e + 1]), total[e + 1])
+            total[e + 2] = fma(s1, fma(z1, u, part[e + 2]), total[e + 2])
+            total[e + 3] = fma(s1, fma(z1, v, part[e + 3]), total[e + 3])
+            part[e], part[e + 1], part[e + 2], part[e + 3] = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+
+
+@cuda.jit(device=True)
+def multiply(part, a, ws, xs, own_w, own_x, j, g, t, m_tiles, n_tiles, whole):
+    """Half a stage: word j of a lane's rows, all of their tiles' tokens; a: fragments [m_tiles][8]."""
+    swap_w, swap_x = uint32(uint32(g >> uint32(2)) & uint32(1)), uint32(g & uint32(1))
+    at_w = uint32(own_w + uint32(uint32(uint32(uint32(j) ^ swap_w) * uint32(4)) + t))
+    at_x = uint32(own_x + uint32(uint32(uint32(uint32(j) ^ swap_x) * uint32(16)) + uint32(t * uint32(4))))
+    for i in range(2 * m_tiles):
+        word, e = ws[uint32(at_w + uint32(64 * i))], 8 * (i // 2) + i % 2
+        a[e], a[e + 2] = decode_pairs(word)
+        a[e + 4], a[e + 6] = decode_pairs(uint32(word >> uint32(8)))
+    for b in range(n_tiles):
+        x0, x1, x2, x3 = shared_u32x4(xs, uint32(at_x + uint32(256 * b)))
+        for m in range(m_tiles):
+            q, e = 8 * m, 4 * (b * m_tiles + m)
+            c0, c1, c2, c3 = part[e], part[e + 1], part[e + 2], part[e + 3]
+            c0, c1, c2, c3 = mma_k16(a[q], a[q + 1], a[q + 2], a[q + 3], x0, x1, c0, c1, c2, c3, whole)
+            c0, c1, c2, c3 = mma_k16(a[q + 4], a[q + 5], a[q + 6], a[q + 7], x2, x3, c0, c1, c2, c3, whole)
+            part[e], part[e + 1], part[e + 2], part[e + 3] = c0, c1, c2, c3
+
+
+@cuda.jit(device=True)
+def store(total, scales, bias, y, token, row, last, i, side, n, m_tiles, n_tiles, target, biased):
+    """One of a lane's rows (i of 2 m_tiles) of one of its two tokens of each n tile."""
+    for b in range(n_tiles):
+        at = uint32(token + uint32(8 * b))
+        if at <= last:
+            out = float32(total[4 * (b * m_tiles + i // 2) + 2 * (i % 2) + side] * scales[at])
+            if biased:
+                out = float32(out + bias[row])
+            to = uint32(uint32(at * uint32(n)) + row)
+            if target == ADD:
+                out = float32(out + y[to])
+            y[to] = out
 
 
 @functools.cache
@@ -84,8 +183,8 @@ def make_prefill_gemm(
     """y = X @ W^T (+ bias), or y += X @ W^T, for a chunk of tokens.
 
     Grid tile.grid(n, tokens), block tile.block. Arguments of the kernel: codes uint32 [N * K / 8], scales_zeros uint32
-    [N * K / group], values uint32 [T * K / 2] (two fp16 a word), scales float32 [T], sums float32 [K / group * capacity]
-    (of each token's values over each group), bias float32 [N], y float32 [T * N], tokens (T), capacity (a multiple of 4).
+    [N * K / group], the rounded rows (values uint32 [T * K / 2], scales float32 [T], sums float32
+    [K / group * capacity]), bias float32 [N], y float32 [T * N], tokens (T), capacity (a multiple of 4).
     Raises KernelError for shapes that it cannot serve.
     """
     if k % 128 or n < 1 or group not in (32, 64, 128):
@@ -94,162 +193,97 @@ def make_prefill_gemm(
         )
     rows, columns, threads = tile.rows, tile.tokens, tile.block
     m_tiles, n_tiles, warps_m = tile.m_tiles, tile.n_tiles, tile.warps_m
-    per_stage = 2 if group == 32 else 1  # groups
-    group_tiles = max(1, group // DEPTH)
-    x_words, w_words, sum_words = columns * DEPTH // 2, rows * DEPTH // 8, per_stage * columns
-    shared_x, shared_w, shared_sums = STAGES * x_words, STAGES * w_words, STAGES * sum_words
-    if 4 * (shared_x + shared_w + shared_sums) > SHARED_LIMIT:
+    per_stage, stages_per_group = (2, 1) if group == 32 else (1, group // DEPTH)
+    x_words, w_words, s_words = columns * DEPTH // 2, rows * DEPTH // 8, per_stage * columns
+    shared_x, shared_w, shared_s = STAGES * x_words, STAGES * w_words, STAGES * s_words
+    if 4 * (shared_x + shared_w + shared_s) > SHARED_LIMIT:
         raise KernelError(f"{tile} needs more than 48 KB of shared memory: use smaller tiles")
-    accumulators, fragments, scale_words = 4 * m_tiles * n_tiles, 8 * m_tiles, 2 * m_tiles * per_stage
-    x_copies, w_copies = -(-columns * 8 // threads), -(-rows * 2 // threads)
-    sum_copies = -(-sum_words // (4 * threads))
+    accumulators, fragments, lane_rows = 4 * m_tiles * n_tiles, 8 * m_tiles, 2 * m_tiles
     stages, groups = k // DEPTH, k // group
-    asynchronous = int(capability >= (8, 0))
+    asynchronous = whole = int(capability >= (8, 0))
 
     @cuda.jit
     def prefill_gemm(codes, scales_zeros, values, scales, sums, bias, y, tokens, capacity):
         xs = cuda.shared.array(shared_x, uint32, alignment=16)
         ws = cuda.shared.array(shared_w, uint32, alignment=16)
-        ss = cuda.shared.array(shared_sums, float32, alignment=16)
+        ss = cuda.shared.array(shared_s, float32, alignment=16)
         total = cuda.local.array(accumulators, float32)
         part = cuda.local.array(accumulators, float32)
         a = cuda.local.array(fragments, uint32)
-        sz = cuda.local.array(scale_words, uint32)
+        sz = cuda.local.array(lane_rows, uint32)
         tid = uint32(cuda.threadIdx.x)
         first_token = uint32(uint32(cuda.blockIdx.x) * uint32(columns))
         first_row = uint32(uint32(cuda.blockIdx.y) * uint32(rows))
-        last_token, last_line = uint32(tokens - 1), uint32(capacity // 4 - 1)
+        last, room = uint32(tokens - 1), uint32(capacity)
         lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
         g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
-        row = uint32(
-            uint32(uint32(warp % uint32(warps_m)) * uint32(16 * m_tiles)) + g
-        )  # of the block's, and + 8, 16 ...
+        row = uint32(uint32(uint32(warp % uint32(warps_m)) * uint32(16 * m_tiles)) + g)  # the lane's; 8, 16 .. further
         column = uint32(uint32(warp // uint32(warps_m)) * uint32(8 * n_tiles))
         for i in range(accumulators):
-            total[i] = float32(0.0)
-            part[i] = float32(0.0)
-        for step in range(-STAGES + 1, stages):
-            if step >= 0:
+            total[i], part[i] = float32(0.0), float32(0.0)
+        for turn in range(stages + STAGES - 1):
+            # stage `turn` is on its way while stage `turn - (STAGES - 1)` is multiplied
+            if turn >= STAGES - 1:
                 if asynchronous:
                     copy_async_wait_1()
                 cuda.syncthreads()
-            ahead = step + STAGES - 1
-            if ahead < stages:
-                buffer, at = uint32(ahead % STAGES), uint32(ahead)
-                for turn in range(x_copies):
-                    chunk = uint32(uint32(turn * threads) + tid)
-                    if chunk < uint32(columns * 8):
-                        token, c = uint32(chunk >> uint32(3)), uint32(chunk & uint32(7))
-                        c2 = uint32(c ^ uint32(uint32(token & uint32(1)) << uint32(2)))  # neighbours in other banks
-                        to = uint32(
-                            uint32(buffer * uint32(x_words))
-                            + uint32(uint32(token * uint32(32)) + uint32(c2 * uint32(4)))
-                        )
-                        source = uint32(min(uint32(first_token + token), last_token) * uint32(k // 2))
-                        copy_16(
-                            xs,
-                            to,
-                            values,
-                            uint32(source + uint32(uint32(at * uint32(32)) + uint32(c * uint32(4)))),
-                            asynchronous,
-                        )
-                for turn in range(w_copies):
-                    chunk = uint32(uint32(turn * threads) + tid)
-                    if chunk < uint32(rows * 2):
-                        r, c = uint32(chunk >> uint32(1)), uint32(chunk & uint32(1))
-                        c2 = uint32(c ^ uint32(uint32(r >> uint32(2)) & uint32(1)))
-                        to = uint32(
-                            uint32(buffer * uint32(w_words)) + uint32(uint32(r * uint32(8)) + uint32(c2 * uint32(4)))
-                        )
-                        source = uint32(min(uint32(first_row + r), uint32(n - 1)) * uint32(k // 8))
-                        copy_16(
-                            ws,
-                            to,
-                            codes,
-                            uint32(source + uint32(uint32(at * uint32(8)) + uint32(c * uint32(4)))),
-                            asynchronous,
-                        )
-                for turn in range(sum_copies):
-                    chunk = uint32(uint32(turn * threads) + tid)
-                    if chunk < uint32(sum_words // 4):
-                        of, line = uint32(chunk // uint32(columns // 4)), uint32(chunk % uint32(columns // 4))
-                        of = uint32(uint32(uint32(at * uint32(DEPTH)) // uint32(group)) + of)
-                        line = min(uint32(uint32(first_token >> uint32(2)) + line), last_line)
-                        to = uint32(uint32(buffer * uint32(sum_words)) + uint32(chunk * uint32(4)))
-                        copy_16(
-                            ss, to, sums, uint32(uint32(of * uint32(capacity)) + uint32(line * uint32(4))), asynchronous
-                        )
+            if turn < stages:
+                buffer, at = uint32(uint32(turn) % uint32(STAGES)), uint32(turn * DEPTH)
+                load_x(
+                    xs,
+                    uint32(buffer * uint32(x_words)),
+                    values,
+                    at,
+                    first_token,
+                    last,
+                    tid,
+                    columns,
+                    threads,
+                    k,
+                    asynchronous,
+                )
+                load_codes(
+                    ws, uint32(buffer * uint32(w_words)), codes, at, first_row, tid, rows, threads, n, k, asynchronous
+                )
+                load_sums(
+                    ss,
+                    uint32(buffer * uint32(s_words)),
+                    sums,
+                    at,
+                    first_token,
+                    room,
+                    tid,
+                    columns,
+                    threads,
+                    group,
+                    per_stage,
+                    asynchronous,
+                )
             if asynchronous:
                 copy_async_commit()
-            if step >= 0:
-                buffer = uint32(step % STAGES)
+            if turn >= STAGES - 1:
+                stage = uint32(turn - (STAGES - 1))
+                buffer = uint32(stage % uint32(STAGES))
                 own_x = uint32(uint32(buffer * uint32(x_words)) + uint32(uint32(column + g) * uint32(32)))
                 own_w = uint32(uint32(buffer * uint32(w_words)) + uint32(row * uint32(8)))
-                own_s = uint32(uint32(buffer * uint32(sum_words)) + uint32(column + uint32(t * uint32(2))))
-                of = uint32(uint32(step * DEPTH) // uint32(group))
-                for p in range(per_stage):
-                    for i in range(2 * m_tiles):
-                        r = min(uint32(uint32(first_row + row) + uint32(8 * i)), uint32(n - 1))
-                        sz[2 * m_tiles * p + i] = stream_u32(
-                            scales_zeros, uint32(uint32(r * uint32(groups)) + uint32(of + uint32(p)))
-                        )
+                own_s = uint32(uint32(buffer * uint32(s_words)) + uint32(column + uint32(t * uint32(2))))
+                of = uint32(uint32(stage * uint32(DEPTH)) // uint32(group))
                 for j in range(2):
-                    c_w = uint32(uint32(uint32(uint32(j) ^ uint32(uint32(g >> uint32(2)) & uint32(1))) * uint32(4)) + t)
-                    c_x = uint32(uint32(uint32(uint32(j) ^ uint32(g & uint32(1))) * uint32(16)) + uint32(t * uint32(4)))
-                    for i in range(2 * m_tiles):
-                        word = ws[uint32(own_w + uint32(uint32(i * 64) + c_w))]
-                        a[4 * i], a[4 * i + 1] = decode_half(word, 0)
-                        a[4 * i + 2], a[4 * i + 3] = decode_half(word, 1)
-                    for b in range(n_tiles):
-                        x0, x1, x2, x3 = shared_u32x4(xs, uint32(own_x + uint32(uint32(b * 256) + c_x)))
-                        for m in range(m_tiles):
-                            q, e = 8 * m, 4 * (b * m_tiles + m)
-                            c0, c1, c2, c3 = mma_k16(
-                                a[q],
-                                a[q + 4],
-                                a[q + 1],
-                                a[q + 5],
-                                x0,
-                                x1,
-                                part[e],
-                                part[e + 1],
-                                part[e + 2],
-                                part[e + 3],
-                                asynchronous,
-                            )
-                            c0, c1, c2, c3 = mma_k16(
-                                a[q + 2], a[q + 6], a[q + 3], a[q + 7], x2, x3, c0, c1, c2, c3, asynchronous
-                            )
-                            part[e], part[e + 1], part[e + 2], part[e + 3] = c0, c1, c2, c3
-                    p = j if group == 32 else 0
-                    if group == 32 or (j == 1 and (group_tiles == 1 or step % group_tiles == group_tiles - 1)):
-                        for m in range(m_tiles):
-                            s0, z0 = half2_floats(sz[2 * (m_tiles * p + m)])
-                            s1, z1 = half2_floats(sz[2 * (m_tiles * p + m) + 1])
-                            z0, z1 = float32(float32(8.0) - z0), float32(float32(8.0) - z1)
-                            for b in range(n_tiles):
-                                e = 4 * (b * m_tiles + m)
-                                u, v = shared_f32x2(ss, uint32(own_s + uint32(p * columns + 8 * b)))
-                                total[e] = fma(s0, fma(z0, u, part[e]), total[e])
-                                total[e + 1] = fma(s0, fma(z0, v, part[e + 1]), total[e + 1])
-                                total[e + 2] = fma(s1, fma(z1, u, part[e + 2]), total[e + 2])
-                                total[e + 3] = fma(s1, fma(z1, v, part[e + 3]), total[e + 3])
-                                part[e], part[e + 1] = float32(0.0), float32(0.0)
-                                part[e + 2], part[e + 3] = float32(0.0), float32(0.0)
-        for b in range(n_tiles):
-            for side in range(2):
-                token = uint32(uint32(first_token + column) + uint32(uint32(8 * b + side) + uint32(t * uint32(2))))
-                if token <= last_token:
-                    scale, line = scales[token], uint32(token * uint32(n))
-                    for i in range(2 * m_tiles):
-                        r = uint32(uint32(first_row + row) + uint32(8 * i))
-                        if r < uint32(n):
-                            out = float32(total[4 * (b * m_tiles + i // 2) + 2 * (i % 2) + side] * scale)
-                            if biased:
-                                out = float32(out + bias[r])
-                            to = uint32(line + r)
-                            if target == ADD:
-                                out = float32(out + y[to])
-                            y[to] = out
+                    if j == 0 or group == 32:
+                        for i in range(lane_rows):
+                            r = min(uint32(uint32(first_row + row) + uint32(8 * i)), uint32(n - 1))
+                            at = uint32(uint32(r * uint32(groups)) + uint32(of + uint32(j)))
+                            sz[i] = stream_u32(scales_zeros, at)
+                    multiply(part, a, ws, xs, own_w, own_x, j, g, t, m_tiles, n_tiles, whole)
+                    if group == 32:
+                        fold(total, part, sz, ss, uint32(own_s + uint32(j * columns)), m_tiles, n_tiles)
+                if group > 32 and uint32(stage % uint32(stages_per_group)) == uint32(stages_per_group - 1):
+                    fold(total, part, sz, ss, own_s, m_tiles, n_tiles)
+        for side in range(2):
+            token = uint32(uint32(first_token + column) + uint32(uint32(t * uint32(2)) + uint32(side)))
+            for i in range(lane_rows):
+                r = uint32(uint32(first_row + row) + uint32(8 * i))
+                if r < uint32(n):
+                    store(total, scales, bias, y, token, r, last, i, side, n, m_tiles, n_tiles, target, biased)
 
     return prefill_gemm

@@ -12,9 +12,12 @@ def pack_codes(q: np.ndarray) -> np.ndarray:
     return np.bitwise_or.reduce(words, axis=-1).astype(np.uint32)
 
 
-def half_words(x: np.ndarray) -> np.ndarray:
-    """fp16 numbers as flat words of two."""
-    return np.ascontiguousarray(x, np.float16).reshape(-1).view(np.uint32)
+ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # of each 8 values of a rounded row
+
+
+def row_words(x: np.ndarray) -> np.ndarray:
+    """Rows of fp16 numbers as flat words of two, in the order of rounded rows."""
+    return np.ascontiguousarray(x.reshape(-1, 8)[:, ORDER], np.float16).reshape(-1).view(np.uint32)
 
 
 def words_halves(words: np.ndarray, columns: int) -> np.ndarray:
@@ -41,7 +44,7 @@ def rounded_rows(
     scales = (2.0 ** rng.integers(-3, 4, tokens)).astype(np.float32)
     sums = np.full((k // group, capacity), np.nan, np.float32)
     sums[:, :tokens] = values.astype(np.float64).reshape(tokens, -1, group).sum(-1).T
-    return half_words(values), scales, sums.reshape(-1), values.astype(np.float64) * scales[:, None]
+    return row_words(values), scales, sums.reshape(-1), values.astype(np.float64) * scales[:, None]
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

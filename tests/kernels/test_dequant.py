@@ -16,7 +16,7 @@ BOUNDS = {FLOAT32: (2.0**-23, 0.0), FLOAT16: (2.0**-11 + 2.0**-23, 2.0**-25)}
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, FLOAT16])
-@pytest.mark.parametrize("n, k, group", [(3, 128, 128), (5, 384, 64), (2, 128, 32)])
+@pytest.mark.parametrize(("n", "k", "group"), [(3, 128, 128), (5, 384, 64), (2, 128, 32)])
 def test_dequantise(rng, n, k, group, kind):
     codes, scales_zeros, expected = int4_weight(rng, n, k, group)
     room = n * k // (2 if kind == FLOAT16 else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from int4_cases import int4_weight, relative_error, rounded_rows
 
 from kernels_numba import device_memory as memory
@@ -44,7 +43,7 @@ def test_each_group_size_and_capability(rng, group, capability):
     assert relative_error(y, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("n, tokens", [(32, 8), (33, 9), (1, 1), (50, 20)])
+@pytest.mark.parametrize(("n", "tokens"), [(32, 8), (33, 9), (1, 1), (50, 20)])
 def test_tails_of_outputs_and_tokens(rng, n, tokens):
     y, expected = product(rng, n, 128, 128, tokens, SMALL, biased=1)
     assert relative_error(y, expected) < TOLERANCE
@@ -66,7 +65,8 @@ def test_any_order_of_warps_gives_the_same_bits(settings):
     for order in ("forward", "reverse", 3):
         settings.warp_order = order
         outputs.append(product(np.random.default_rng(5), 40, 256, 128, 9, SMALL)[0])
-    assert np.array_equal(outputs[0], outputs[1]) and np.array_equal(outputs[0], outputs[2])
+    assert np.array_equal(outputs[0], outputs[1])
+    assert np.array_equal(outputs[0], outputs[2])
 
 
 def test_the_chosen_tile_covers_no_more_tokens_than_needed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from int4_cases import relative_error, words_halves
+from int4_cases import ORDER, relative_error, words_halves
 
 from kernels_numba import device_memory as memory
 from kernels_numba.embedding import make_embedding_rows
@@ -42,8 +42,10 @@ class Rounded:
         )
 
     def check(self, values, scales, sums, expected) -> None:
-        assert (values[self.tokens * self.k // 2 :] == POISON).all() and np.isnan(scales[-1])
+        assert (values[self.tokens * self.k // 2 :] == POISON).all()
+        assert np.isnan(scales[-1])
         halves = words_halves(values[: self.tokens * self.k // 2], self.k)
+        halves = halves.reshape(-1, 8)[:, np.argsort(ORDER)].reshape(self.tokens, self.k)
         scales = scales[:-1].astype(np.float64)
         absmax = np.abs(halves).max(1)
         assert np.isin(np.log2(scales), np.arange(-126, 128)).all()
@@ -64,7 +66,7 @@ def rms_norm(x, weight, eps):
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
-@pytest.mark.parametrize("k, group, warps", [(128, 128, 1), (384, 64, 2), (256, 32, 4)])
+@pytest.mark.parametrize(("k", "group", "warps"), [(128, 128, 1), (384, 64, 2), (256, 32, 4)])
 def test_norm_rows(rng, settings, k, group, warps, order):
     settings.warp_order = order
     x = (rng.standard_normal((3, k)) * [[1e-3], [1.0], [1e4]]).astype(np.float32)
@@ -103,7 +105,8 @@ def test_round_rows_of_zeros_and_numbers(rng):
     out = run(kernel, 2, 32, x, *room.room, np.int32(room.capacity))
     room.check(*out[1:], x.astype(np.float64))
     zeros = run(kernel, 2, 32, np.zeros_like(x), *room.room, np.int32(room.capacity))
-    assert not zeros[1][:128].any() and (zeros[2][:2] == 1).all()
+    assert not zeros[1][:128].any()
+    assert (zeros[2][:2] == 1).all()
 
 
 def test_embedding_rows(rng):
@@ -118,7 +121,7 @@ def test_embedding_rows(rng):
     assert np.isnan(out[-4:]).all()
 
 
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 32), (3, 1, 64), (2, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 128)])
 def test_rope_rows(rng, heads, kv_heads, head_dim):
     tokens, start, half = 3, 5, head_dim // 2
     qkv = rng.standard_normal((tokens, heads + 2 * kv_heads, head_dim)).astype(np.float32)
@@ -160,7 +163,9 @@ def test_kv_append_to_no_page_writes_nothing(rng):
     out = run(kernel, append_grid(1, 32, 20), KV_THREADS, qkv, table, np.int32(0), pages, pages.copy())
     for found in out[2:]:
         written = (found.reshape(2, 16, 16) != POISON).any(-1)
-        assert not written[0].any() and written[1, :4].all() and not written[1, 4:].any()
+        assert not written[0].any()
+        assert written[1, :4].all()
+        assert not written[1, 4:].any()
 
 
 def test_impossible_rows_are_refused():
