@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -24,6 +25,12 @@ def _half2(low: Any, high: Any) -> int:
     """Two numbers rounded to fp16 (to nearest even, overflow to infinity), packed."""
     pair = np.array((low, high), np.float16)
     return int(pair.view(np.uint32)[0])
+
+
+@functools.lru_cache(maxsize=1 << 12)  # two codes of weights make only 256 different words
+def _half2_fma(a: int, b: int, c: int) -> int:
+    (p, q), (r, s), (t, u) = _halves(a), _halves(b), _halves(c)
+    return _half2(p * r + t, q * s + u)
 
 
 @instruction("u32", "u32 u32 u32", "lop3.b32 $out, $a, $b, $c, 0xEA;")
@@ -96,15 +103,13 @@ def floats_half2(low: Any, high: Any) -> int:
 @instruction("u32", "u32 u32", "sub.rn.f16x2 $out, $a, $b;")
 def half2_sub(a: int, b: int) -> int:
     """a - b on both halves, each rounded to fp16."""
-    (p, q), (r, s) = _halves(a), _halves(b)
-    return _half2(p - r, q - s)
+    return _half2_fma(a, 0x3C003C00, b ^ 0x80008000)
 
 
 @instruction("u32", "u32 u32 u32", "fma.rn.f16x2 $out, $a, $b, $c;")
 def half2_fma(a: int, b: int, c: int) -> int:
     """a * b + c on both halves, each rounded once to fp16."""
-    (p, q), (r, s), (t, u) = _halves(a), _halves(b), _halves(c)
-    return _half2(p * r + t, q * s + u)
+    return _half2_fma(a, b, c)
 
 
 @instruction("s32", "f32", "cvt.rni.s32.f32 $out, $x;")

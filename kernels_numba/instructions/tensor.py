@@ -7,6 +7,7 @@ C (16 x 8): c0, c1 hold row g, columns 2t and 2t + 1; c2, c3 row g + 8. Source: 
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kernels_numba.numba_bridge import machine
 from kernels_numba.simulator.errors import SimulationError
 
 _ALL = 0xFFFFFFFF
+_OPERANDS = {8: struct.Struct("<3I4f"), 16: struct.Struct("<6I4f")}  # by depth: words of A and B, floats of C
 
 
 def _as_halves(words: np.ndarray) -> np.ndarray:
@@ -35,18 +37,17 @@ def _all_lanes(values: dict[int, Any]) -> list:
 
 def _multiply(values: dict[int, tuple], depth: int, unpack: Any) -> dict[int, tuple]:
     """D = A @ B + C of one warp, from and to fragments; `depth` is k, 8 or 16."""
-    lanes = _all_lanes(values)
     words = depth // 4  # of A in a lane: 2 for k = 8, 4 for k = 16
-    a_words = np.array([v[:words] for v in lanes], np.uint32)
-    b_words = np.array([v[words : words + words // 2] for v in lanes], np.uint32)
-    c = np.array([v[words + words // 2 :] for v in lanes], np.float32)
+    pack = _OPERANDS[depth].pack  # at less than half the cost of arrays made from tuples
+    lanes = np.frombuffer(b"".join([pack(*v) for v in _all_lanes(values)]), np.uint32).reshape(32, -1)
+    a_words, b_words = lanes[:, :words], lanes[:, words : words + words // 2]
+    c = lanes[:, words + words // 2 :].view(np.float32)
     # a lane's words are (half of the columns, half of the rows), its halves two columns
-    a = unpack(a_words).reshape(8, 4, words // 2, 2, 2)  # g, t, column half, row half, column
+    a = unpack(np.ascontiguousarray(a_words)).reshape(8, 4, words // 2, 2, 2)  # g, t, column half, row half, column
     a = a.transpose(3, 0, 2, 1, 4).reshape(16, depth)
-    b = unpack(b_words).reshape(8, 4, words // 2, 2).transpose(2, 1, 3, 0).reshape(depth, 8)
+    b = unpack(np.ascontiguousarray(b_words)).reshape(8, 4, words // 2, 2).transpose(2, 1, 3, 0).reshape(depth, 8)
     d = (a.astype(np.float64) @ b.astype(np.float64)).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
-    d = (d + c).astype(np.float32)
-    return {lane: tuple(d[lane]) for lane in range(32)}
+    return dict(enumerate(zip(*(d + c).astype(np.float32).T, strict=True)))
 
 
 def _mma(name: str, depth: int, unpack: Any, operands: tuple) -> tuple:
