@@ -115,7 +115,7 @@ def half2_fma(a: int, b: int, c: int) -> int:
 @instruction("s32", "f32", "cvt.rni.s32.f32 $out, $x;")
 def round_int(x: Any) -> int:
     """The nearest integer, halves to even; NaN gives 0, and what int32 cannot hold the end of its range."""
-    return int(min(max(np.rint(x), -_TOP), _TOP - 1)) if x == x else 0
+    return int(min(max(float(np.rint(x)), -_TOP), _TOP - 1)) if x == x else 0
 
 
 @instruction("f32", "f32", "ex2.approx.f32 $out, $x;")
