@@ -66,11 +66,11 @@ def describe_machine() -> dict[str, Any]:
     found = {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "versions": versions}
     if stage.name == "sim":
         return found | {"stage": "sim"}
-    from rtlib.driver import probe
+    from rtlib.driver import query_driver
 
-    driver = probe()
+    driver = query_driver()
     gpu = driver.gpus[0]
-    return found | {"stage": "gpu", "gpu": gpu.name, "capability": list(gpu.capability), "driver": driver.version}
+    return found | {"stage": "gpu", "gpu": gpu.name, "capability": gpu.compute_capability, "cuda": driver.cuda_version}
 
 
 class Bench:
@@ -157,7 +157,7 @@ def measure(options: Any) -> dict[str, Any]:
         read = results["ceilings_gb_per_s"]["read"]
         results["kernels"] = {c: bench.kernels(c, read) for c in fitting[:2]}
         results["first_token"] = [bench.first_token(p) for p in PROMPTS if p <= runtime.options.max_context]
-        results["device_bytes"] = runtime.model.nbytes
+        results["device_bytes"] = runtime.device_bytes
     return results
 
 

@@ -247,11 +247,6 @@ class Model:
         groups.append(("head", self.forward_step[-1:], _linear_bytes(self.head)))
         return [*groups, ("argmax", [self.choose_greedily], 4 * config.vocab_size)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that weights, caches and buffers take."""
-        return memory.allocated_bytes()
-
 
 def _linear_bytes(linear: DeviceLinear) -> int:
     return linear.codes.nbytes + linear.scales_zeros.nbytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels_numba import stage
+from kernels_numba import device_memory, stage
 from kernels_numba.launching import Graph, run_all
 from kernels_numba.sampling import FULL, NOT_FINITE, RUNNING, STOPPED
 from rtlib.chat import ChatTemplate, Message
@@ -39,8 +39,10 @@ class Runtime:
         self.last_stats = GenerationStats()
         self._folder = loaded.folder
         self._bytes = loaded.weights.nbytes - loaded.weights.byte_counts["embedding"]
+        free = device_memory.free_bytes()
         self._model: Model | None = Model(loaded.weights, options)
         self._prefill = Prefill(self._model)
+        self.device_bytes = None if free is None else free - device_memory.free_bytes()
         pages = -(-options.max_context // options.page_size)
         self._table = BlockTable(PagePool(pages, options.page_size), options.max_context)
         self._graphs: dict[int, Graph] = {}
@@ -235,8 +237,6 @@ class Runtime:
         self._open().state.set("block_table", *self._table.row())
 
     def _logits(self) -> np.ndarray:
-        from kernels_numba import device_memory
-
         return device_memory.download(self._open().logits)
 
     def _cache_bytes(self) -> int:
