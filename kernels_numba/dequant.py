@@ -38,8 +38,8 @@ def weight(word, j, s, z):
 def make_dequantise(n: int, k: int, group: int, kind: int):
     """The weight [N, K] as float32 (FLOAT32), or as words of two fp16 numbers (FLOAT16).
 
-    Grid [dequantise_grid(n, k)], block [THREADS]. Arguments of the kernel: codes uint32 [N * K / 8], scales_zeros uint32
-    [N * K / group], out float32 [N * K] or uint32 [N * K / 2].
+    Grid [dequantise_grid(n, k)], block [THREADS]. Arguments of the kernel: codes uint32 [N * K / 8], scales_zeros
+    uint32 [N * K / group], out float32 [N * K] or uint32 [N * K / 2].
     """
     if k % 128 or group not in (32, 64, 128):
         raise KernelError(

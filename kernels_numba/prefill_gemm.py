@@ -5,9 +5,9 @@ tokens are B. K is summed over, so its order inside an mma is free: lane t of a 
 and the same 8 values of x, both by plain wide loads. `rows.store_four` has put these 8 in the order in which a word
 gives its codes, two at a time: 0 2, 4 6, 1 3, 5 7.
 
-Codes enter as q - 8, which fp16 holds exactly. s * (q - z) summed is s * (sum((q - 8) * x) - (z - 8) * sum(x)); the sums
-of x come from the kernel that rounded it. A group has accumulators of its own, which are added to the total in float32
-once: tensor cores cut off low bits when they add to a large number, and over all of K that would be seen.
+Codes enter as q - 8, which fp16 holds exactly. s * (q - z) summed is s * (sum((q - 8) * x) - (z - 8) * sum(x)); the
+sums of x come from the kernel that rounded it. A group has accumulators of its own, which are added to the total in
+float32 once: tensor cores cut off low bits when they add to a large number, and over all of K that would be seen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RoPE of a chunk of tokens, in place: pair i of a head is (i, i + head_dim / 2), Hugging Face's half-split order.
 
-Spec: `low * cos - high * sin, high * cos + low * sin` for every q and k head. The tables come from the host, so that YaRN
-is the host's affair. A thread owns one pair.
+Spec: `low * cos - high * sin, high * cos + low * sin` for every q and k head. The tables come from the host, so that
+YaRN is the host's affair. A thread owns one pair.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ keeps as many bits as fp16 has. Each 8 neighbours stand in the order 0 2 4 6 1 3
 it. Beside the values stand their sums over each group of weights, as a zero point needs them: sums[group][token], so
 that the tokens of a tile are neighbours.
 
-A block makes one row, a thread 4 neighbours at each step along it, a warp 128, so that a group's sum is a sum over lanes.
+A block makes one row, a thread 4 neighbours at each step along it, a warp 128, so that a group's sum is one over lanes.
 The row stays in registers from the first pass, which finds its largest value, to the second, which rounds it.
 """
 

@@ -38,7 +38,8 @@ def product(rng, n, k, group, tokens, tile, target=STORE, biased=0, capability=(
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_each_group_size_and_capability(rng, group, capability):
+def test_each_group_size_and_capability(rng, settings, group, capability):
+    settings.compute_capability = capability
     y, expected = product(rng, 32, 384, group, 8, SMALL, capability=capability)
     assert relative_error(y, expected) < TOLERANCE
 
