@@ -75,43 +75,47 @@ def decode_pairs(word):
 
 
 @cuda.jit(device=True)
-def load_x(xs, to, values, at, first, last, tid, columns, threads, k, asynchronous):
-    """Starts to bring a stage of x: 64 values from `at` on, of tokens first ..; neighbours' lie in other banks."""
+def plan_x(sources, tid, first, last, columns, threads, k):
+    """Where a thread's 16-byte pieces of x come from, at k = 0; gives where in a stage the first goes to.
+
+    A token's line of 128 bytes has 8 pieces; two tokens' lie in different banks. The next piece is threads / 8 further.
+    """
+    c = uint32(tid & uint32(7))
     for turn in range((columns * 8 + threads - 1) // threads):
-        chunk = uint32(uint32(turn * threads) + tid)
-        if chunk < uint32(columns * 8):
-            token, c = uint32(chunk >> uint32(3)), uint32(chunk & uint32(7))
-            place = uint32(c ^ uint32(uint32(token & uint32(1)) << uint32(2)))
-            source = uint32(uint32(min(uint32(first + token), last) * uint32(k // 2)) + uint32(at >> uint32(1)))
-            here = uint32(uint32(token * uint32(32)) + uint32(place * uint32(4)))
-            copy_16(xs, uint32(to + here), values, uint32(source + uint32(c * uint32(4))), asynchronous)
+        token = uint32(first + uint32(uint32(turn * threads + tid) >> uint32(3)))
+        sources[turn] = uint32(uint32(min(token, last) * uint32(k // 2)) + uint32(c * uint32(4)))
+    place = uint32(c ^ uint32(uint32(uint32(tid >> uint32(3)) & uint32(1)) << uint32(2)))
+    return uint32(uint32(uint32(tid >> uint32(3)) * uint32(32)) + uint32(place * uint32(4)))
 
 
 @cuda.jit(device=True)
-def load_codes(ws, to, codes, at, first, tid, rows, threads, n, k, asynchronous):
-    """Starts to bring a stage of codes: 64 from `at` on, of rows first ..; rows 4 apart lie in other banks."""
+def plan_codes(sources, tid, first, rows, threads, n, k):
+    """The same for codes: a row has 2 pieces; rows 4 apart lie in different banks."""
+    c = uint32(tid & uint32(1))
     for turn in range((rows * 2 + threads - 1) // threads):
-        chunk = uint32(uint32(turn * threads) + tid)
-        if chunk < uint32(rows * 2):
-            row, c = uint32(chunk >> uint32(1)), uint32(chunk & uint32(1))
-            place = uint32(c ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
-            source = uint32(uint32(min(uint32(first + row), uint32(n - 1)) * uint32(k // 8)) + uint32(at >> uint32(3)))
-            here = uint32(uint32(row * uint32(8)) + uint32(place * uint32(4)))
-            copy_16(ws, uint32(to + here), codes, uint32(source + uint32(c * uint32(4))), asynchronous)
+        row = uint32(first + uint32(uint32(turn * threads + tid) >> uint32(1)))
+        sources[turn] = uint32(uint32(min(row, uint32(n - 1)) * uint32(k // 8)) + uint32(c * uint32(4)))
+    place = uint32(c ^ uint32(uint32(tid >> uint32(3)) & uint32(1)))
+    return uint32(uint32(uint32(tid >> uint32(1)) * uint32(8)) + uint32(place * uint32(4)))
 
 
 @cuda.jit(device=True)
-def load_sums(ss, to, sums, at, first, capacity, tid, columns, threads, group, per_stage, asynchronous):
-    """Starts to bring the sums of x over the groups of a stage."""
-    lines = columns // 4  # of 16 bytes
-    for turn in range((per_stage * lines + threads - 1) // threads):
-        chunk = uint32(uint32(turn * threads) + tid)
-        if chunk < uint32(per_stage * lines):
-            of = uint32(uint32(at // uint32(group)) + uint32(chunk // uint32(lines)))
-            line = uint32(uint32(first >> uint32(2)) + uint32(chunk % uint32(lines)))
-            line = min(line, uint32(uint32(capacity >> uint32(2)) - uint32(1)))
-            source = uint32(uint32(of * capacity) + uint32(line * uint32(4)))
-            copy_16(ss, uint32(to + uint32(chunk * uint32(4))), sums, source, asynchronous)
+def plan_sums(sources, tid, first, capacity, columns, threads, per_stage):
+    """The same for the sums of x: a group has columns / 4 pieces, and a stage per_stage groups."""
+    for turn in range((per_stage * columns // 4 + threads - 1) // threads):
+        piece = uint32(turn * threads + tid)
+        line = uint32(uint32(first >> uint32(2)) + uint32(piece % uint32(columns // 4)))
+        line = min(line, uint32(uint32(capacity >> uint32(2)) - uint32(1)))
+        sources[turn] = uint32(uint32(uint32(piece // uint32(columns // 4)) * capacity) + uint32(line * uint32(4)))
+    return uint32(tid * uint32(4))
+
+
+@cuda.jit(device=True)
+def bring(target, to, source, sources, at, pieces, tid, threads, asynchronous):
+    """Starts to bring a thread's pieces of a stage, `at` words after their places in the plan."""
+    for turn in range((pieces + threads - 1) // threads):
+        if pieces % threads == 0 or uint32(turn * threads + tid) < uint32(pieces):
+            copy_16(target, uint32(to + uint32(4 * threads * turn)), source, uint32(sources[turn] + at), asynchronous)
 
 
 @cuda.jit(device=True)
@@ -199,6 +203,7 @@ def make_prefill_gemm(
     if 4 * (shared_x + shared_w + shared_s) > SHARED_LIMIT:
         raise KernelError(f"{tile} needs more than 48 KB of shared memory: use smaller tiles")
     accumulators, fragments, lane_rows = 4 * m_tiles * n_tiles, 8 * m_tiles, 2 * m_tiles
+    x_pieces, w_pieces, s_pieces = -(-columns * 8 // threads), -(-rows * 2 // threads), -(-s_words // (4 * threads))
     stages, groups = k // DEPTH, k // group
     asynchronous = whole = int(capability >= (8, 0))
 
@@ -211,6 +216,9 @@ def make_prefill_gemm(
         part = cuda.local.array(accumulators, float32)
         a = cuda.local.array(fragments, uint32)
         sz = cuda.local.array(lane_rows, uint32)
+        x_from = cuda.local.array(x_pieces, uint32)
+        w_from = cuda.local.array(w_pieces, uint32)
+        s_from = cuda.local.array(s_pieces, uint32)
         tid = uint32(cuda.threadIdx.x)
         first_token = uint32(uint32(cuda.blockIdx.x) * uint32(columns))
         first_row = uint32(uint32(cuda.blockIdx.y) * uint32(rows))
@@ -219,6 +227,9 @@ def make_prefill_gemm(
         g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
         row = uint32(uint32(uint32(warp % uint32(warps_m)) * uint32(16 * m_tiles)) + g)  # the lane's; 8, 16 .. further
         column = uint32(uint32(warp // uint32(warps_m)) * uint32(8 * n_tiles))
+        x_to = plan_x(x_from, tid, first_token, last, columns, threads, k)
+        w_to = plan_codes(w_from, tid, first_row, rows, threads, n, k)
+        s_to = plan_sums(s_from, tid, first_token, room, columns, threads, per_stage)
         for i in range(accumulators):
             total[i], part[i] = float32(0.0), float32(0.0)
         for turn in range(stages + STAGES - 1):
@@ -229,36 +240,12 @@ def make_prefill_gemm(
                 cuda.syncthreads()
             if turn < stages:
                 buffer, at = uint32(uint32(turn) % uint32(STAGES)), uint32(turn * DEPTH)
-                load_x(
-                    xs,
-                    uint32(buffer * uint32(x_words)),
-                    values,
-                    at,
-                    first_token,
-                    last,
-                    tid,
-                    columns,
-                    threads,
-                    k,
-                    asynchronous,
-                )
-                load_codes(
-                    ws, uint32(buffer * uint32(w_words)), codes, at, first_row, tid, rows, threads, n, k, asynchronous
-                )
-                load_sums(
-                    ss,
-                    uint32(buffer * uint32(s_words)),
-                    sums,
-                    at,
-                    first_token,
-                    room,
-                    tid,
-                    columns,
-                    threads,
-                    group,
-                    per_stage,
-                    asynchronous,
-                )
+                to = uint32(x_to + uint32(buffer * uint32(x_words)))
+                bring(xs, to, values, x_from, uint32(at >> uint32(1)), columns * 8, tid, threads, asynchronous)
+                to = uint32(w_to + uint32(buffer * uint32(w_words)))
+                bring(ws, to, codes, w_from, uint32(at >> uint32(3)), rows * 2, tid, threads, asynchronous)
+                to, of = uint32(s_to + uint32(buffer * uint32(s_words))), uint32(at // uint32(group))
+                bring(ss, to, sums, s_from, uint32(of * room), s_words // 4, tid, threads, asynchronous)
             if asynchronous:
                 copy_async_commit()
             if turn >= STAGES - 1:
