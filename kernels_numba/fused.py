@@ -8,7 +8,7 @@ from numba import cuda, float32, uint8, uint16, uint32
 
 from kernels_numba.activation import BLOCK, INT8, bits_value, block_factor, block_scale, round_bits
 from kernels_numba.errors import KernelError
-from kernels_numba.gemv import Shape, block_pair_sums, first_row, gathered, prefetch_block
+from kernels_numba.gemv import Shape, block_pair_sums, first_loads, first_row, gathered
 from kernels_numba.instructions.arithmetic import divide, exp2, fabs, floats_half2
 from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
 from kernels_numba.int4_dot import LOP3
@@ -50,7 +50,6 @@ def make_qkv(
     words, floats = staged_size(k, form)
     per_block = shape.teams * rounds
     slots = 2 * split * per_block
-    threads = shape.block
     half = head_dim // 2
     if stride != half or n != (heads + 2 * kv_heads) * head_dim:
         raise KernelError(
@@ -64,15 +63,16 @@ def make_qkv(
         partial = cuda.shared.array(32, float32)
         sums = cuda.shared.array(slots, float32)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        if dependent:
-            launch_dependents()
-        prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads)
+        loaded = first_loads(
+            codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
+        )
         if dependent:
             wait_for_previous()
         factor = inverse_rms(x, partial, tid, k, eps, warps)
         round_vector(x, weight, factor, 1, own_values, own_pairs, tid, k, warps, form)
         cuda.syncthreads()
         block_pair_sums(
+            loaded,
             codes,
             scales_zeros,
             own_values,
@@ -93,6 +93,8 @@ def make_qkv(
             form,
             unpacking,
         )
+        if dependent:
+            launch_dependents()
         cuda.syncthreads()
         pair = uint32(uint32(block * uint32(per_block)) + tid)
         if tid < uint32(per_block) and pair < uint32(all_pairs):
@@ -137,7 +139,6 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
     words, floats = staged_size(k, form)
     per_block = shape.teams * rounds
     slots = 2 * split * per_block
-    threads = shape.block
     if per_block != BLOCK or 2 * stride != n:
         raise KernelError(
             f"{shape} has {per_block} pairs a block, expected {BLOCK} of a gate and its up, {n // 2} apart"
@@ -150,15 +151,16 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
         partial = cuda.shared.array(32, float32)
         sums = cuda.shared.array(slots, float32)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        if dependent:
-            launch_dependents()
-        prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads)
+        loaded = first_loads(
+            codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
+        )
         if dependent:
             wait_for_previous()
         factor = inverse_rms(x, partial, tid, k, eps, warps)
         round_vector(x, weight, factor, 1, own_values, own_pairs, tid, k, warps, form)
         cuda.syncthreads()
         block_pair_sums(
+            loaded,
             codes,
             scales_zeros,
             own_values,
@@ -179,6 +181,8 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
             form,
             unpacking,
         )
+        if dependent:
+            launch_dependents()
         cuda.syncthreads()
         if tid < uint32(32):
             gate, up = gathered(sums, tid, split)

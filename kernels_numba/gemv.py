@@ -17,8 +17,7 @@ from numba import cuda, float32, uint32
 
 from kernels_numba.errors import KernelError
 from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
-from kernels_numba.instructions.memory import prefetch
-from kernels_numba.int4_dot import CHUNK, LOP3, pair_sums
+from kernels_numba.int4_dot import CHUNK, LOP3, add_chunk, chunk_loads
 from kernels_numba.reduce import lanes_sum
 from kernels_numba.staging import inverse_rms, round_vector, staged_size
 
@@ -51,7 +50,9 @@ class Shape:
         if 32 % self.lanes or self.warps % self.split or not 1 <= self.warps <= 32:
             raise KernelError(f"{self}: lanes must divide 32, and split the warps (at most 32)")
         if self.teams * self.rounds > self.block:
-            raise KernelError(f"{self}: a block owns {self.teams * self.rounds} pairs, at most one a thread ({self.block})")
+            raise KernelError(
+                f"{self}: a block owns {self.teams * self.rounds} pairs, at most one a thread ({self.block})"
+            )
 
     @property
     def pairs(self) -> int:
@@ -77,7 +78,33 @@ def first_row(pair, stride):
 
 
 @cuda.jit(device=True)
+def place_of(tid, block, lanes, split, warps, rounds):
+    """Where a thread stands: its place among the lanes of its team, and the first pair of its team, of block and of all."""
+    lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
+    member = uint32(uint32(uint32(warp % uint32(split)) * uint32(lanes)) + uint32(lane % uint32(lanes)))
+    team = uint32(uint32(uint32(warp // uint32(split)) * uint32(32 // lanes)) + uint32(lane // uint32(lanes)))
+    teams = uint32(32 // lanes * warps // split)
+    return member, team, uint32(uint32(block * uint32(teams * uint32(rounds))) + team)
+
+
+@cuda.jit(device=True)
+def rows_of(pair, n, stride, all_pairs):
+    """The two rows of a pair; pairs and rows that do not exist become the last that do."""
+    row = first_row(min(pair, uint32(all_pairs - 1)), stride)
+    return row, min(uint32(row + uint32(stride)), uint32(n - 1))
+
+
+@cuda.jit(device=True)
+def first_loads(codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds):
+    """Asks for a thread's first chunk of weights, which needs no vector: before the vector is waited for and made ready."""
+    member, team, pair = place_of(tid, block, lanes, split, warps, rounds)
+    row0, row1 = rows_of(pair, n, stride, all_pairs)
+    return chunk_loads(codes, scales_zeros, row0, row1, min(member, uint32(k // CHUNK - 1)), k, group, 1)
+
+
+@cuda.jit(device=True)
 def block_pair_sums(
+    loaded,
     codes,
     scales_zeros,
     x,
@@ -98,35 +125,36 @@ def block_pair_sums(
     form,
     unpacking,
 ):
-    """Every team's pairs, one after the other: leaves sums[2 * (split * pair of the block + part)], for two rows."""
-    lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
-    member = uint32(lane % uint32(lanes))
-    team = uint32(uint32(uint32(warp // uint32(split)) * uint32(32 // lanes)) + uint32(lane // uint32(lanes)))
-    part = uint32(warp % uint32(split))
-    teams = uint32(32 // lanes * warps // split)
+    """Every team's pairs, one after the other: leaves sums[2 * (split * pair of the block + part)], for two rows.
+
+    The next chunk is always asked for before the one at hand (`loaded`, at first from `first_loads`) is used.
+    """
+    member, team, pair = place_of(tid, block, lanes, split, warps, rounds)
+    teams, last = uint32(32 // lanes * warps // split), uint32(k // CHUNK - 1)
+    steps = (k // CHUNK + lanes * split - 1) // (lanes * split)
+    row0, row1 = rows_of(pair, n, stride, all_pairs)
+    v, w, sz0, sz1 = loaded
     for turn in range(rounds):
-        local = uint32(uint32(uint32(turn) * teams) + team)
-        pair = uint32(uint32(block * uint32(teams * uint32(rounds))) + local)
-        row0 = first_row(min(pair, uint32(all_pairs - 1)), stride)
-        row1 = min(uint32(row0 + uint32(stride)), uint32(n - 1))
-        y0, y1 = pair_sums(
-            codes,
-            scales_zeros,
-            x,
-            pairs,
-            row0,
-            row1,
-            uint32(uint32(part * uint32(lanes)) + member),
-            lanes * split,
-            k,
-            group,
-            in_shared,
-            form,
-            unpacking,
-        )
+        y0, y1 = float32(0.0), float32(0.0)
+        chunk = member
+        for step in range(steps):
+            following = uint32(chunk + uint32(lanes * split))
+            if step == steps - 1:
+                following = member
+                pair = uint32(pair + teams)
+                row0, row1 = rows_of(pair, n, stride, all_pairs)
+            if step < steps - 1 or turn < rounds - 1:
+                p, q, sz2, sz3 = chunk_loads(codes, scales_zeros, row0, row1, min(following, last), k, group, 0)
+            else:
+                p, q, sz2, sz3 = v, w, sz0, sz1
+            if chunk <= last:
+                y0, y1 = add_chunk(y0, y1, v, w, sz0, sz1, x, pairs, chunk, in_shared, form, unpacking)
+            v, w, sz0, sz1 = p, q, sz2, sz3
+            chunk = following
         y0, y1 = lanes_sum(y0, lanes), lanes_sum(y1, lanes)
-        if member == uint32(0):
-            at = uint32(uint32(uint32(local * uint32(split)) + part) * uint32(2))
+        if uint32(member % uint32(lanes)) == uint32(0):
+            local = uint32(uint32(uint32(turn) * teams) + team)
+            at = uint32(uint32(uint32(local * uint32(split)) + uint32(member // uint32(lanes))) * uint32(2))
             sums[at] = y0
             sums[uint32(at + uint32(1))] = y1
 
@@ -140,21 +168,6 @@ def gathered(sums, local, split):
         y0 = float32(y0 + sums[at])
         y1 = float32(y1 + sums[uint32(at + uint32(1))])
     return y0, y1
-
-
-@cuda.jit(device=True)
-def prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads):
-    """Brings the start of the block's rows on their way to the L2 cache, before anything is waited for."""
-    per_row = threads // per_block
-    local, member = uint32(tid // uint32(per_row)), uint32(tid % uint32(per_row))
-    pair = uint32(uint32(block * uint32(per_block)) + local)
-    if local < uint32(per_block) and pair < uint32(all_pairs):
-        row = first_row(pair, stride)
-        at = uint32(member * uint32(32))  # 128 bytes, a line
-        if at < uint32(k // 8):
-            prefetch(codes, uint32(uint32(row * uint32(k // 8)) + at))
-            second = min(uint32(row + uint32(stride)), uint32(n - 1))
-            prefetch(codes, uint32(uint32(second * uint32(k // 8)) + at))
 
 
 @functools.cache
@@ -172,7 +185,6 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
     words, floats = staged_size(k, form) if staged else (4, 2)
     per_block = shape.teams * rounds
     slots = 2 * split * per_block
-    threads = shape.block
 
     @cuda.jit
     def gemv(codes, scales_zeros, values, pairs, raw, weight, eps, y):
@@ -181,10 +193,9 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
         partial = cuda.shared.array(32, float32)
         sums = cuda.shared.array(slots, float32)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        if dependent:
-            launch_dependents()
-        if staged or dependent:
-            prefetch_block(codes, tid, block, n, k, stride, all_pairs, per_block, threads)
+        loaded = first_loads(
+            codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
+        )
         if dependent:
             wait_for_previous()
         if staged:
@@ -194,6 +205,7 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
             round_vector(raw, weight, factor, normed, own_values, own_pairs, tid, k, warps, form)
             cuda.syncthreads()
             block_pair_sums(
+                loaded,
                 codes,
                 scales_zeros,
                 own_values,
@@ -216,6 +228,7 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
             )
         else:
             block_pair_sums(
+                loaded,
                 codes,
                 scales_zeros,
                 values,
@@ -236,6 +249,8 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
                 form,
                 unpacking,
             )
+        if dependent:
+            launch_dependents()
         cuda.syncthreads()
         pair = uint32(uint32(block * uint32(per_block)) + tid)
         if tid < uint32(per_block) and pair < uint32(all_pairs):

@@ -9,7 +9,15 @@ from numba import cuda, float32, int32, uint32
 
 from kernels_numba.activation import FP16, INT8
 from kernels_numba.instructions.arithmetic import and_or, bits_float, dp4a, fma, half2_floats, half2_sub, prmt
-from kernels_numba.instructions.memory import load_u32x4, shared_f32x2, shared_u32x4, stream_u32, stream_u32x4
+from kernels_numba.instructions.memory import (
+    early_u32,
+    early_u32x4,
+    load_u32x4,
+    shared_f32x2,
+    shared_u32x4,
+    stream_u32,
+    stream_u32x4,
+)
 
 CHUNK = 32  # weights in 16 bytes: one load of a lane
 LOP3, PRMT = 0, 1
@@ -104,9 +112,15 @@ def two_floats(pairs, at, in_shared):
 
 
 @cuda.jit(device=True)
-def chunk_loads(codes, scales_zeros, row0, row1, chunk, k, group):
+def chunk_loads(codes, scales_zeros, row0, row1, chunk, k, group, early):
     """What a lane reads of two rows for one chunk: four words of codes each, and the words of scale and zero point."""
     at, of = uint32(chunk * uint32(4)), uint32(chunk // uint32(group // CHUNK))
+    if early:
+        v = early_u32x4(codes, uint32(uint32(row0 * uint32(k // 8)) + at))
+        w = early_u32x4(codes, uint32(uint32(row1 * uint32(k // 8)) + at))
+        sz0 = early_u32(scales_zeros, uint32(uint32(row0 * uint32(k // group)) + of))
+        sz1 = early_u32(scales_zeros, uint32(uint32(row1 * uint32(k // group)) + of))
+        return v, w, sz0, sz1
     v = stream_u32x4(codes, uint32(uint32(row0 * uint32(k // 8)) + at))
     w = stream_u32x4(codes, uint32(uint32(row1 * uint32(k // 8)) + at))
     sz0 = stream_u32(scales_zeros, uint32(uint32(row0 * uint32(k // group)) + of))
@@ -124,25 +138,3 @@ def add_chunk(y0, y1, v, w, sz0, sz1, x, pairs, chunk, in_shared, form, unpackin
     s1, z1 = half2_floats(sz1)
     y0 = fma(s0, fma(scale, dot0, float32(-float32(z0 * total))), y0)
     return y0, fma(s1, fma(scale, dot1, float32(-float32(z1 * total))), y1)
-
-
-@cuda.jit(device=True)
-def pair_sums(codes, scales_zeros, x, pairs, row0, row1, first, step, k, group, in_shared, form, unpacking):
-    """A lane's share of two rows' products: chunks first, first + step, ... of K.
-
-    Two chunks are loaded before either is used: with 32 lanes x 4 loads of 16 bytes, a warp has 2 KB on its way.
-    """
-    chunks = uint32(k // CHUNK)
-    y0, y1 = float32(0.0), float32(0.0)
-    for _ in range(k // CHUNK // (2 * step)):
-        second = uint32(first + uint32(step))
-        v, w, sz0, sz1 = chunk_loads(codes, scales_zeros, row0, row1, first, k, group)
-        p, q, sz2, sz3 = chunk_loads(codes, scales_zeros, row0, row1, second, k, group)
-        y0, y1 = add_chunk(y0, y1, v, w, sz0, sz1, x, pairs, first, in_shared, form, unpacking)
-        y0, y1 = add_chunk(y0, y1, p, q, sz2, sz3, x, pairs, second, in_shared, form, unpacking)
-        first = uint32(second + uint32(step))
-    while first < chunks:
-        v, w, sz0, sz1 = chunk_loads(codes, scales_zeros, row0, row1, first, k, group)
-        y0, y1 = add_chunk(y0, y1, v, w, sz0, sz1, x, pairs, first, in_shared, form, unpacking)
-        first = uint32(first + uint32(step))
-    return y0, y1

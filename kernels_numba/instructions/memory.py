@@ -1,7 +1,7 @@
 """Loads and stores of a stated width. An array operand is a one-dimensional array and a flat index, aligned to it.
 
 `stream_*` is for weights: data that no kernel writes, read once, so it should leave no trace in the L1 cache.
-The others keep their order against barriers and dependent launches.
+All keep their place: weights that are asked for before a wait are on their way while the kernel waits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,28 @@ from kernels_numba.instruction import instruction
     "u32 u32 u32 u32",
     "global",
     "ld.global.nc.L1::no_allocate.v4.u32 {$out0, $out1, $out2, $out3}, [$array];",
+    effects=True,
 )
 def stream_u32x4(array: Any, index: int) -> tuple:
     """16 bytes of read-only data as four words."""
     return array.load(index, 4)
+
+
+@instruction(
+    "u32 u32 u32 u32",
+    "global",
+    "ld.global.L1::no_allocate.v4.u32 {$out0, $out1, $out2, $out3}, [$array];",
+    effects=True,
+)
+def early_u32x4(array: Any, index: int) -> tuple:
+    """`stream_u32x4` that the assembler does not move behind a wait, as it does with read-only loads."""
+    return array.load(index, 4)
+
+
+@instruction("u32", "global", "ld.global.u32 $out, [$array];", effects=True)
+def early_u32(array: Any, index: int) -> int:
+    """`stream_u32` that the assembler does not move behind a wait."""
+    return array.load(index, 1)[0]
 
 
 @instruction("u32 u32", "global", "ld.global.nc.L1::no_allocate.v2.u32 {$out0, $out1}, [$array];")
@@ -29,16 +47,10 @@ def stream_u32x2(array: Any, index: int) -> tuple:
     return array.load(index, 2)
 
 
-@instruction("u32", "global", "ld.global.nc.u32 $out, [$array];")
+@instruction("u32", "global", "ld.global.nc.u32 $out, [$array];", effects=True)
 def stream_u32(array: Any, index: int) -> int:
     """One word of read-only data, kept in the L1 cache: neighbouring lanes share it."""
     return array.load(index, 1)[0]
-
-
-@instruction("", "global", "prefetch.global.L2 [$array];", effects=True)
-def prefetch(array: Any, index: int) -> None:
-    """Asks for the cache line of an element to be brought into the L2 cache."""
-    array.span(index, 1, 1)
 
 
 @instruction("u32 u32 u32 u32", "global", "ld.global.v4.u32 {$out0, $out1, $out2, $out3}, [$array];", effects=True)

@@ -224,7 +224,6 @@ def wide_global(data, numbers, out, floats_out):
     """Every global load of the set, each thread its own 16 bytes, written to rows of their own."""
     t = uint32(cuda.threadIdx.x)
     four = uint32(t * uint32(4))
-    memory.prefetch(data, four)
     a, b, c, d = memory.stream_u32x4(data, four)
     memory.store_u32x4(out, four, d, c, b, a)
     a, b, c, d = memory.load_u32x4(data, four)
@@ -243,7 +242,7 @@ def wide_global(data, numbers, out, floats_out):
 
 
 @needs(
-    *("prefetch", "stream_u32x4", "store_u32x4", "load_u32x4", "stream_u32x2", "load_u32x2", "stream_u32"),
+    *("stream_u32x4", "store_u32x4", "load_u32x4", "stream_u32x2", "load_u32x2", "stream_u32"),
     *("load_u32_l2", "load_f32x4", "load_f32_l2"),
 )
 def test_global_loads_and_stores(rng):
