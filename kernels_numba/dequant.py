@@ -21,14 +21,14 @@ def dequantise_grid(n: int, k: int) -> int:
     return -(-n * k // 8 // THREADS)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def code(word, j):
     """Element j of a word, 0 to 15: at bit 8 j, or at 8 (j - 4) + 4 from j = 4 on."""
     place = 8 * j if j < 4 else 8 * (j - 4) + 4
     return uint32(uint32(word >> uint32(place)) & uint32(15))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def weight(word, j, s, z):
     """Element j of a word as a number."""
     return float32(s * float32(float32(code(word, j)) - z))

@@ -16,7 +16,7 @@ from kernels_numba.instructions.arithmetic import floats_half2
 THREADS = 64
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def finite(x):
     """The nearest number to x that fp16 can hold; NaN stays NaN."""
     if x > float32(65504.0):
@@ -26,7 +26,7 @@ def finite(x):
     return x
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def page_word(page, head, slot, i, kv_heads, page_size, head_dim):
     """The flat index of word i of a slot's vector in an array of pages."""
     line = uint32(uint32(uint32(page) * uint32(kv_heads)) + head)

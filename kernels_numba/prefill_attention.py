@@ -32,7 +32,7 @@ from kernels_numba.tiles import mma_k16
 QUERIES = 16  # of a warp
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def two_terms(x, y):
     """Two floats as a half2, and what the rounding lost of them as another."""
     first = floats_half2(x, y)
@@ -40,7 +40,7 @@ def two_terms(x, y):
     return first, floats_half2(float32(x - a), float32(y - b))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def query_absmax(qkv, at, t, head_dim):
     """The largest absolute value of one query."""
     absmax = float32(0.0)
@@ -50,7 +50,7 @@ def query_absmax(qkv, at, t, head_dim):
     return quad_max(absmax)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def load_query(q, row, qkv, at, t, head_dim, terms):
     """One of a lane's two queries (row 0 or 1) as A fragments, q[term][16 columns][4]; gives their scale."""
     absmax = query_absmax(qkv, at, t, head_dim)
@@ -64,7 +64,7 @@ def load_query(q, row, qkv, at, t, head_dim, terms):
     return block_scale(absmax, FP16)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def multiply_into(c, at, a, e, b0, b1, whole):
     """c[at .. at + 3] += fragment a[e .. e + 3] @ (b0, b1)."""
     c[at], c[at + 1], c[at + 2], c[at + 3] = mma_k16(
@@ -72,7 +72,7 @@ def multiply_into(c, at, a, e, b0, b1, whole):
     )
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def score(s, q, ks, base, lane, head_dim, terms, whole):
     """s = q @ k.T of a stage's keys, not scaled."""
     # ldmatrix brings, of 16 keys and 16 dimensions, (keys, dims) (low, low), (low, high), (high, low), (high, high)
@@ -89,7 +89,7 @@ def score(s, q, ks, base, lane, head_dim, terms, whole):
                 multiply_into(s, 8 * n + 4, q, head_dim // 4 * term + 4 * i, b2, b3, whole)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def mask(s, row, scale, first_key, position, t):
     """Scales one row of scores and takes out the keys after its query; gives the largest."""
     top = float32(NEVER)
@@ -103,7 +103,7 @@ def mask(s, row, scale, first_key, position, t):
     return quad_max(top)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def weigh(s, o, row, top, new_top, total, head_dim):
     """Turns one row of scores into probabilities, and its output and sum so far to the new maximum; gives the sum."""
     shrink = exp2(float32(top - new_top))
@@ -119,7 +119,7 @@ def weigh(s, o, row, top, new_top, total, head_dim):
     return total
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def add_values(o, p, s, vs, base, lane, head_dim, terms, whole):
     """o += probabilities @ v of a stage's keys; p: room for 16 keys' fragments, [term][4]."""
     # as in `score`, (keys, dims) (low, low), (high, low), (low, high), (high, high), each transposed
@@ -139,7 +139,7 @@ def add_values(o, p, s, vs, base, lane, head_dim, terms, whole):
                 multiply_into(o, 8 * i + 4, p, 4 * term, b2, b3, whole)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def store_output(o, row, total, out, at, t, head_dim):
     """Writes one of a lane's rows, divided by its sum."""
     inverse = divide(float32(1.0), total)
@@ -168,7 +168,7 @@ def make_prefill_attention(
 
     Grid attention_grid(heads, T, warps), block [32 * warps]. Arguments of the kernel: qkv float32
     [T * (heads + 2 kv_heads) * head_dim] (q rotated), k_pages and v_pages uint32 (words of two fp16), block_table
-    int32, start, tokens (T), out float32 [T * heads * head_dim]. terms: fp16 numbers that stand for a query or probability.
+    int32, start, tokens (T), out float32 [T * heads * head_dim]. terms: fp16 numbers a query or probability is made of.
     """
     if head_dim not in (32, 64, 128) or heads % kv_heads or terms not in (1, 2) or not 1 <= warps <= 8:
         raise KernelError(

@@ -63,7 +63,7 @@ def choose_tile(n: int, tokens: int, multiprocessors: int = 1) -> Tile:
     return tile if blocks[0] * blocks[1] >= 2 * multiprocessors else Tile(m_tiles=1, n_tiles=n_tiles)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def decode_pairs(word):
     """Codes (0, 2) and (4, 6) of a word, less 8, as two half2; of the word shifted right by 8, (1, 3) and (5, 7).
 
@@ -74,7 +74,7 @@ def decode_pairs(word):
     return half2_sub(low, uint32(0x64086408)), half2_fma(high, uint32(0x2C002C00), uint32(0xD480D480))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def plan_x(sources, tid, first, last, columns, threads, k):
     """Where a thread's 16-byte pieces of x come from, at k = 0; gives where in a stage the first goes to.
 
@@ -88,7 +88,7 @@ def plan_x(sources, tid, first, last, columns, threads, k):
     return uint32(uint32(uint32(tid >> uint32(3)) * uint32(32)) + uint32(place * uint32(4)))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def plan_codes(sources, tid, first, rows, threads, n, k):
     """The same for codes: a row has 2 pieces; rows 4 apart lie in different banks."""
     c = uint32(tid & uint32(1))
@@ -99,7 +99,7 @@ def plan_codes(sources, tid, first, rows, threads, n, k):
     return uint32(uint32(uint32(tid >> uint32(1)) * uint32(8)) + uint32(place * uint32(4)))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def plan_sums(sources, tid, first, capacity, columns, threads, per_stage):
     """The same for the sums of x: a group has columns / 4 pieces, and a stage per_stage groups."""
     for turn in range((per_stage * columns // 4 + threads - 1) // threads):
@@ -110,7 +110,7 @@ def plan_sums(sources, tid, first, capacity, columns, threads, per_stage):
     return uint32(tid * uint32(4))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def bring(target, to, source, sources, at, pieces, tid, threads, asynchronous):
     """Starts to bring a thread's pieces of a stage, `at` words after their places in the plan."""
     for turn in range((pieces + threads - 1) // threads):
@@ -118,7 +118,7 @@ def bring(target, to, source, sources, at, pieces, tid, threads, asynchronous):
             copy_16(target, uint32(to + uint32(4 * threads * turn)), source, uint32(sources[turn] + at), asynchronous)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def fold(total, part, scales_zeros, ss, own, m_tiles, n_tiles):
     """Adds a group's sums to the totals, with scale and zero point, and starts the next group at 0.
 
@@ -139,7 +139,7 @@ def fold(total, part, scales_zeros, ss, own, m_tiles, n_tiles):
             part[e], part[e + 1], part[e + 2], part[e + 3] = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def multiply(part, a, ws, xs, own_w, own_x, j, g, t, m_tiles, n_tiles, whole):
     """Half a stage: word j of a lane's rows, all of their tiles' tokens; a: fragments [m_tiles][8]."""
     swap_w, swap_x = uint32(uint32(g >> uint32(2)) & uint32(1)), uint32(g & uint32(1))
@@ -159,7 +159,7 @@ def multiply(part, a, ws, xs, own_w, own_x, j, g, t, m_tiles, n_tiles, whole):
             part[e], part[e + 1], part[e + 2], part[e + 3] = c0, c1, c2, c3
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def store(total, scales, bias, y, token, row, last, i, side, n, m_tiles, n_tiles, target, biased):
     """One of a lane's rows (i of 2 m_tiles) of one of its two tokens of each n tile."""
     for b in range(n_tiles):

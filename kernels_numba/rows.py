@@ -33,7 +33,7 @@ def check_rows(k: int, group: int, warps: int) -> None:
         )
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def row_factor(absmax):
     """The power of two that a row is multiplied by; 1 for a row of zeros."""
     if absmax < float32(SMALLEST):
@@ -41,7 +41,7 @@ def row_factor(absmax):
     return bits_float(uint32(uint32((2 * 127 + TOP) << 23) - uint32(float_bits(absmax) & uint32(0x7F800000))))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def row_scale(absmax):
     """What the rounded values are multiplied by: 1 / row_factor."""
     if absmax < float32(SMALLEST):
@@ -49,7 +49,7 @@ def row_scale(absmax):
     return bits_float(uint32(uint32(float_bits(absmax) & uint32(0x7F800000)) - uint32(TOP << 23)))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def block_max(value, partial, tid, warps):
     """The largest value of the block's threads, in each of them; `partial` is shared, float32 [warps]."""
     value = lanes_max(value)
@@ -61,7 +61,7 @@ def block_max(value, partial, tid, warps):
     return value
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def store_four(values, sums, row, at, k, group, capacity, a, b, c, d):
     """Rounds elements at .. at + 3 of a row, already scaled, and their group's sum; whole warps call it."""
     even, odd = floats_half2(a, c), floats_half2(b, d)
@@ -76,7 +76,7 @@ def store_four(values, sums, row, at, k, group, capacity, a, b, c, d):
         sums[uint32(uint32(uint32(at // uint32(group)) * uint32(capacity)) + row)] = total
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def store_row(own, largest_of_warps, values, scales, sums, row, tid, k, group, capacity, warps):
     """Rounds a row that lies in registers: a thread's elements `own`, 4 for each step along the row."""
     steps = (k + 128 * warps - 1) // (128 * warps)
@@ -96,7 +96,7 @@ def store_row(own, largest_of_warps, values, scales, sums, row, tid, k, group, c
             store_four(values, sums, row, at, k, group, capacity, a, b, c, d)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def clear(own, count):
     """Makes a thread's elements 0, for those beyond the row's end."""
     for i in range(count):

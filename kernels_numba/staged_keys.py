@@ -16,7 +16,7 @@ from kernels_numba.tiles import copy_16
 KEYS = 32
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def place(row, chunk, head_dim):
     """The word at which a 16-byte chunk of a row lies in a stage."""
     if head_dim == 32:  # two rows share a line of 128 bytes
@@ -26,12 +26,12 @@ def place(row, chunk, head_dim):
     return uint32(uint32(row * uint32(head_dim // 2)) + uint32(chunk * uint32(4)))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def load_keys(
     ks, vs, base, k_pages, v_pages, block_table, first, count, head, tid, threads, kv_heads, page_size, head_dim,
     asynchronous,
 ):  # fmt: skip
-    """Starts to bring keys first .. first + KEYS - 1, those below `count`, and their values to [base ..] of ks and vs."""
+    """Starts to bring keys first .. first + KEYS - 1, if below `count`, and their values to [base ..] of ks and vs."""
     chunks = head_dim // 8
     for turn in range((KEYS * chunks + threads - 1) // threads):
         at = uint32(uint32(turn * threads) + tid)
