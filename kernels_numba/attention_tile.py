@@ -86,34 +86,34 @@ def load_query(q, head, t, floats, query, head_dim):
 
 
 @cuda.jit(device=True, forceinline=True)
-def load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, in_shared):
-    """Reads the fragments of 16 tokens whose rows start at the word `base`, all loads under way before one is used.
+def load_tokens(k_words, v_words, k_base, v_base, limit, lane, keys, values, head_dim, in_shared):
+    """Reads the fragments of 16 tokens whose rows start at these words, all loads under way before one is used.
 
-    limit: the last token that is there, 0-15: it is read again in place of those that are not, whose slots may hold
-    anything.
+    in_shared: 1 when both arrays lie in shared memory. limit: the last token that is there, 0-15: it is read again in
+    place of those that are not, whose slots may hold anything.
     """
     g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
     for k in range(head_dim // 16):
         row = min(uint32(g + uint32(8 * (k // (head_dim // 32)))), limit)
         piece = uint32(uint32(k % (head_dim // 32) * 4) + t)
-        at = uint32(base + uint32(uint32(row * uint32(head_dim // 2)) + uint32(piece * uint32(4))))
-        a, b, c, d = shared_u32x4(k_pages, at) if in_shared else load_u32x4(k_pages, at)
+        at = uint32(k_base + uint32(uint32(row * uint32(head_dim // 2)) + uint32(piece * uint32(4))))
+        a, b, c, d = shared_u32x4(k_words, at) if in_shared else load_u32x4(k_words, at)
         keys[4 * k] = a
         keys[4 * k + 1] = b
         keys[4 * k + 2] = c
         keys[4 * k + 3] = d
     for k in range(4):
         row = min(uint32(uint32(t * uint32(2)) + uint32(k // 2 * 8 + k % 2)), limit)
-        at = uint32(base + uint32(row * uint32(head_dim // 2)))
+        at = uint32(v_base + uint32(row * uint32(head_dim // 2)))
         if head_dim == 32:
             at = uint32(at + uint32(g * uint32(2)))
-            a, b = shared_u32x2(v_pages, at) if in_shared else load_u32x2(v_pages, at)
+            a, b = shared_u32x2(v_words, at) if in_shared else load_u32x2(v_words, at)
             values[2 * k] = a
             values[2 * k + 1] = b
         else:
             at = uint32(at + uint32(g * uint32(4)))
             for half in range(head_dim // 64):
-                a, b, c, d = shared_u32x4(v_pages, at) if in_shared else load_u32x4(v_pages, at)
+                a, b, c, d = shared_u32x4(v_words, at) if in_shared else load_u32x4(v_words, at)
                 first = head_dim // 16 * k + 4 * half
                 values[first] = a
                 values[first + 1] = b
@@ -194,17 +194,20 @@ def dimension(column, j, head_dim):
 
 
 @cuda.jit(device=True, forceinline=True)
-def share(sums, top, total, warp, lane, shared_sums, shared_tops, shared_totals, head_dim):
-    """Puts a warp's result where the block can see it: float32 [warps, HEADS, head_dim], twice [warps, HEADS]."""
+def share(sums, top, total, warp, lane, all_sums, all_tops, all_totals, head_dim):
+    """Puts a warp's result where the block can see it: [warps, HEADS, head_dim], and twice [warps, HEADS].
+
+    The sums go as bits into uint32, so that they may use memory that held fp16 pairs before.
+    """
     g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
     row = uint32(uint32(warp * uint32(HEADS)) + g)
     total = quad_sum(total)
     if t == uint32(0):
-        shared_tops[row] = top
-        shared_totals[row] = total
+        all_tops[row] = top
+        all_totals[row] = total
+    at, column = uint32(row * uint32(head_dim)), uint32(t * uint32(2))
     for j in range(head_dim // 8):
-        column = uint32(t * uint32(2))
-        at = uint32(row * uint32(head_dim))
-        shared_sums[uint32(at + dimension(column, j, head_dim))] = fma(sums[4 * j + 2], LOST, sums[4 * j])
-        column = uint32(column + uint32(1))
-        shared_sums[uint32(at + dimension(column, j, head_dim))] = fma(sums[4 * j + 3], LOST, sums[4 * j + 1])
+        left = uint32(at + dimension(column, j, head_dim))
+        right = uint32(at + dimension(uint32(column + uint32(1)), j, head_dim))
+        all_sums[left] = float_bits(fma(sums[4 * j + 2], LOST, sums[4 * j]))
+        all_sums[right] = float_bits(fma(sums[4 * j + 3], LOST, sums[4 * j + 1]))

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, uint32
 
-from kernels_numba.attention_merge import is_last, merge_blocks, merge_warps, write_partial
+from kernels_numba.attention_merge import is_last, merge_block, merge_split, weights_of
 from kernels_numba.attention_tile import HEADS, NEVER, TOKENS, attend, load_query, load_tokens, share
 from kernels_numba.errors import KernelError
-from kernels_numba.instructions.arithmetic import divide
 from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
 
 WARPS = 8
@@ -127,12 +126,13 @@ def make_paged_attention(
     group, parts, rows = shape.group, shape.parts, shape.rows
     wide = int(capability >= (8, 0))
     quarter, half, columns = head_dim // 4, head_dim // 2, head_dim // 32
-    slots, sums_size, weights_size = WARPS * HEADS, WARPS * HEADS * head_dim, WARPS * (splits + 3)
+    slots, sums_size, room = WARPS * HEADS, WARPS * HEADS * head_dim, weights_of(splits)
+    weights_size = WARPS * room
     scale = math.log2(math.e) / math.sqrt(head_dim)
 
     @cuda.jit
     def paged_attention(q, k_pages, v_pages, block_table, position, partials, tickets, out):
-        all_sums = cuda.shared.array(sums_size, float32)
+        all_sums = cuda.shared.array(sums_size, uint32)
         all_tops = cuda.shared.array(slots, float32)
         all_totals = cuda.shared.array(slots, float32)
         factors = cuda.shared.array(HEADS, float32)
@@ -163,7 +163,7 @@ def make_paged_attention(
             page = uint32(block_table[uint32(step // uint32(page_size))])
             base = first_word(page, kv_head, step, kv_heads, page_size, half)
             limit = min(uint32(TOKENS - 1), uint32(uint32(end - uint32(1)) - step))
-            load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, 0)
+            load_tokens(k_pages, v_pages, base, base, limit, lane, keys, values, head_dim, 0)
             head = uint32(first_head + min(g, uint32(here - uint32(1))))  # rows past the last head repeat it
             factor = float32(load_query(q, head, t, sums, query, head_dim) * float32(scale))
             if warp == uint32(0) and t == uint32(0):
@@ -180,34 +180,23 @@ def make_paged_attention(
                 if step < end:
                     base = first_word(page, kv_head, step, kv_heads, page_size, half)
                     limit = min(uint32(TOKENS - 1), uint32(uint32(end - uint32(1)) - step))
-                    load_tokens(k_pages, v_pages, base, limit, lane, keys, values, head_dim, 0)
+                    load_tokens(k_pages, v_pages, base, base, limit, lane, keys, values, head_dim, 0)
             share(sums, top, total, warp, lane, all_sums, all_tops, all_totals, head_dim)
         cuda.syncthreads()
         if warp >= here and used == uint32(1):
             return
         merged = cuda.local.array(columns, float32)
         active = min(uint32(WARPS), uint32(uint32(uint32(end - begin) + uint32(TOKENS - 1)) // uint32(TOKENS)))
-        row = uint32(uint32(number * uint32(splits * HEADS)) + warp)  # a warp merges one head
-        if warp < here:
-            top, total = merge_warps(
-                all_tops, all_totals, all_sums, active, warp, factors[warp], lane, merged, head_dim
-            )
-            if used > uint32(1):
-                at = uint32(row + uint32(split * uint32(HEADS)))
-                write_partial(partials, at, rows, top, total, merged, lane, head_dim)
-            else:
-                inverse = divide(float32(1.0), total)
-                for j in range(columns):
-                    merged[j] = float32(merged[j] * inverse)
-        if used > uint32(1):
-            if not is_last(tickets, number, used, flag, tid):
-                return
-            if warp < here:
-                own = uint32(warp * uint32(splits + 3))
-                merge_blocks(partials, row, rows, used, factors[warp], lane, weights, own, merged, head_dim)
-        if warp < here:
-            at = uint32(uint32(uint32(first_head + warp) * uint32(head_dim)) + lane)
-            for j in range(columns):
-                out[uint32(at + uint32(32 * j))] = merged[j]
+        row = uint32(number * uint32(splits * HEADS))
+        merge_block(
+            all_tops, all_totals, all_sums, active, factors, here, warp, WARPS, lane, merged, partials,
+            uint32(row + uint32(split * uint32(HEADS))), rows, used, out, first_head, head_dim,
+        )  # fmt: skip
+        if used > uint32(1) and is_last(tickets, number, used, flag, tid):
+            loaded = cuda.local.array(half, float32)
+            merge_split(
+                partials, row, rows, used, factors, here, warp, WARPS, lane, weights, room, merged, loaded, out,
+                first_head, head_dim,
+            )  # fmt: skip
 
     return paged_attention
