@@ -234,6 +234,8 @@ def wide_global(data, numbers, out, floats_out):
     f = memory.load_u32_l2(data, uint32(four + uint32(3)))
     memory.store_u32x4(out, uint32(four + uint32(256)), a, b, c, d)
     memory.store_u32x4(out, uint32(four + uint32(384)), e, f, uint32(0), uint32(0))
+    a, b, c, d = memory.early_u32x4(data, four)
+    memory.store_u32x4(out, uint32(four + uint32(512)), d, memory.early_u32(data, uint32(four + uint32(2))), b, a)
     x, y, z, w = memory.load_f32x4(numbers, four)
     floats_out[four] = w
     floats_out[four + 1] = z
@@ -243,16 +245,17 @@ def wide_global(data, numbers, out, floats_out):
 
 @needs(
     *("stream_u32x4", "store_u32x4", "load_u32x4", "stream_u32x2", "load_u32x2", "stream_u32"),
-    *("load_u32_l2", "load_f32x4", "load_f32_l2"),
+    *("load_u32_l2", "load_f32x4", "load_f32_l2", "early_u32x4", "early_u32"),
 )
 def test_global_loads_and_stores(rng):
     data = rng.integers(0, 2**32, 128, dtype=np.uint32)
     numbers = rng.standard_normal(128).astype(np.float32)
-    out, floats_out = np.zeros(512, np.uint32), np.zeros(128, np.float32)
+    out, floats_out = np.zeros(640, np.uint32), np.zeros(128, np.float32)
     run(wide_global, 32, data, numbers, out, floats_out)
     rows, values = data.reshape(32, 4), numbers.reshape(32, 4)
     zero = np.zeros(32, np.uint32)
     expected = [rows[:, ::-1], rows, rows[:, [2, 3, 0, 1]], np.stack([rows[:, 1], rows[:, 3], zero, zero], 1)]
+    expected.append(rows[:, ::-1])
     assert np.array_equal(out, np.concatenate(expected).ravel())
     reversed_values = values[:, ::-1].copy()
     reversed_values[:, 3] += values[:, 3]
