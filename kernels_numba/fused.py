@@ -42,8 +42,9 @@ def make_qkv(
     """RMSNorm, the q, k and v projections with bias, RoPE, and k and v appended to their pages, for one token.
 
     Arguments of the kernel: codes, scales_zeros, x float32 [K], weight float32 [K], eps, bias float32 [N],
-    cosines and sines float32 [positions * head_dim / 2], position int32 [1], block_table int32, q float32 [heads * head_dim],
-    k_pages and v_pages as halves: uint16 [pages * kv_heads * page_size * head_dim]. A page of -1 takes nothing.
+    cosines and sines float32 [positions * head_dim / 2], position int32 [1], block_table int32, q float32
+    [heads * head_dim], k_pages and v_pages as halves: uint16 [pages * kv_heads * page_size * head_dim]. A page of -1
+    takes nothing.
     """
     n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
     lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds

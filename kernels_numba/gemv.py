@@ -3,8 +3,8 @@
 y[n] = sum over k of s * (q[n, k] - z) * x[k], with s and z per row and group. Spec: `dequantised @ x`.
 
 A team of LANES * SPLIT lanes owns a pair of rows and walks along K together, 32 weights (16 bytes) a lane and step, so
-that a warp's loads are whole lines. Rows come in pairs because what follows needs two outputs at once: RoPE the elements
-i and i + head_dim / 2, SwiGLU a gate and its up. SPLIT warps share a pair where rows are too few to fill the GPU.
+that a warp's loads are whole lines. Rows come in pairs because what follows needs two outputs at once: RoPE elements i
+and i + head_dim / 2, SwiGLU a gate and its up. SPLIT warps share a pair where rows are too few to fill the GPU.
 Accumulation is float32; within a step of the int8 form it is an exact integer.
 """
 
@@ -45,7 +45,8 @@ class Shape:
     def __post_init__(self) -> None:
         if self.k % 128 or self.n < 1 or self.group not in (32, 64, 128):
             raise KernelError(
-                f"a GEMV of {self.n} x {self.k} in groups of {self.group}: K must be a multiple of 128, groups 32, 64 or 128"
+                f"a GEMV of {self.n} x {self.k} in groups of {self.group}: K must be a multiple of 128, "
+                "groups 32, 64 or 128"
             )
         if 32 % self.lanes or self.warps % self.split or not 1 <= self.warps <= 32:
             raise KernelError(f"{self}: lanes must divide 32, and split the warps (at most 32)")
@@ -79,7 +80,7 @@ def first_row(pair, stride):
 
 @cuda.jit(device=True)
 def place_of(tid, block, lanes, split, warps, rounds):
-    """Where a thread stands: its place among the lanes of its team, and the first pair of its team, of block and of all."""
+    """Where a thread stands: its place among the lanes of its team, the team's number, and the team's first pair."""
     lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
     member = uint32(uint32(uint32(warp % uint32(split)) * uint32(lanes)) + uint32(lane % uint32(lanes)))
     team = uint32(uint32(uint32(warp // uint32(split)) * uint32(32 // lanes)) + uint32(lane // uint32(lanes)))
@@ -96,7 +97,7 @@ def rows_of(pair, n, stride, all_pairs):
 
 @cuda.jit(device=True)
 def first_loads(codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds):
-    """Asks for a thread's first chunk of weights, which needs no vector: before the vector is waited for and made ready."""
+    """Asks for a thread's first chunk of weights, which needs no vector, before the vector is waited for."""
     member, team, pair = place_of(tid, block, lanes, split, warps, rounds)
     row0, row1 = rows_of(pair, n, stride, all_pairs)
     return chunk_loads(codes, scales_zeros, row0, row1, min(member, uint32(k // CHUNK - 1)), k, group, 1)
@@ -174,8 +175,8 @@ def gathered(sums, local, split):
 def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int = LOP3, dependent: int = 0):
     """y = W @ x, or y += W @ x, for one vector.
 
-    Arguments of the kernel: codes uint32 [N * K / 8], scales_zeros uint32 [N * K / group], values and pairs (the rounded
-    vector, for ROUNDED), raw float32 [K], weight float32 [K] and eps (RMSNorm's, for NORMED), y float32 [N].
+    Arguments of the kernel: codes uint32 [N * K / 8], scales_zeros uint32 [N * K / group], values and pairs (the
+    rounded vector, for ROUNDED), raw float32 [K], weight float32 [K] and eps (RMSNorm's, for NORMED), y float32 [N].
     What a source does not use may be any array of its dtype.
     """
     n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs

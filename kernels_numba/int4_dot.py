@@ -1,6 +1,6 @@
 """INT4 weights against rounded activations: 32 weights, one load of 16 bytes, at a time.
 
-How the codes become numbers is the choice of notebooks 4 and 6: dp4a leaves them bytes; lop3 and prmt make floats of them.
+How the codes become numbers is a choice: dp4a leaves them bytes; lop3 and prmt make floats of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches with their arguments made ready once, and graphs of them. The one module that touches cuda.core's launch and graph.
+"""Launches with their arguments made ready once, and graphs of them: the one module that touches cuda.core's.
 
 On sim a launch runs on the simulator, and a graph records its launches, with the memory that their arguments had, and
 replays them.
@@ -44,7 +44,7 @@ class Launch:
         launch(stream, config, kernel, *arguments)
 
     def adjust(self, grid: tuple, **scalars: Any) -> None:
-        """Changes the grid and scalar arguments, by the kernel's names for them, without making the others ready again."""
+        """Changes the grid and scalar arguments, by the kernel's names for them; the others stay ready."""
         self.grid = grid
         self.__dict__.pop("_config", None)
         names = self.kernel.py_func.__code__.co_varnames

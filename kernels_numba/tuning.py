@@ -6,7 +6,7 @@ from kernels_numba.gemv import Shape
 from kernels_numba.int4_dot import CHUNK
 
 WARPS = 8
-THREADS_PER_MULTIPROCESSOR = 1024  # enough loads in flight to hide the memory's latency
+THREADS_PER_MULTIPROCESSOR = 768  # enough loads in flight to hide the memory's latency
 
 
 def choose(n: int, k: int, group: int, stride: int = 1, multiprocessors: int = 1, pairs_per_block: int = 0) -> Shape:

@@ -1,6 +1,6 @@
-"""Measures the ceilings of the memory, then the decode step, kernel by kernel and as a whole, and the time to the first token.
+"""Measures the memory's ceilings, the decode step as a whole and kernel by kernel, and the time to the first token.
 
-On the GPU times are medians of CUDA events around replays, after warm-up; on sim the same table has counts in their place.
+On the GPU times are medians between CUDA events, after warm-up; on sim the same table has counts in their place.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Bench:
         return spent * 1e6 / len(self.step)
 
     def kernels(self, context: int, ceiling: float) -> list[dict[str, Any]]:
-        """Each kernel of a step over all layers, in a graph: launches, bytes, microseconds, rate, share of the ceiling."""
+        """Each kernel of a step over all layers, as a graph: launches, bytes, microseconds, rate, share of the ceiling."""
         rows = []
         for name, launches, nbytes in self.model.kernel_groups(context):
             self._at(context)
@@ -120,9 +120,8 @@ class Bench:
             us = statistics.median(elapsed_us(graph.replay, 10)) / graph.count
             graph.close()
             rate = nbytes / us / 1e3
-            rows.append(
-                {"kernel": name, "launches": len(launches), "bytes": nbytes, "us": us, "gb_per_s": rate, "percent": 100 * rate / ceiling}
-            )
+            measured = {"us": us, "gb_per_s": rate, "percent": 100 * rate / ceiling}
+            rows.append({"kernel": name, "launches": len(launches), "bytes": nbytes} | measured)
         return rows
 
     def first_token(self, prompt: int) -> dict[str, Any]:
@@ -141,7 +140,8 @@ def measure(options: Any) -> dict[str, Any]:
     began = time.perf_counter()
     most = max(options.contexts or CONTEXTS) + 2 * TOKENS + 16
     wanted = options.max_context or (most if stage.name == "gpu" else None)
-    runtime = Runtime.load(options.model, max_context=wanted, activation=options.activation, attention=options.attention)
+    kinds = {"activation": options.activation, "attention": options.attention}
+    runtime = Runtime.load(options.model, max_context=wanted, **kinds)
     with runtime:
         results: dict[str, Any] = {"machine": describe_machine(), "model": options.model or "embedded"}
         results["load_s"] = time.perf_counter() - began
@@ -164,22 +164,33 @@ def measure(options: Any) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The results as lines for a terminal."""
     machine = results["machine"]
-    lines = [f"{results['model']} on {machine.get('gpu', 'the simulator')}, {machine['date']}, loaded in {results['load_s']:.1f} s"]
+    where = machine.get("gpu", "the simulator")
+    lines = [f"{results['model']} on {where}, {machine['date']}, loaded in {results['load_s']:.1f} s"]
     if machine["stage"] == "sim":
-        return "\n".join(lines + [f"{r['kernel']:>12} {r['launches']:>4} launches {r['bytes']:>10} bytes each" for r in results["kernels"]])
-    ceilings_found = results["ceilings_gb_per_s"]
-    lines.append(f"ceilings: copy {ceilings_found['copy']:.0f} GB/s, read {ceilings_found['read']:.0f} GB/s; device memory {results['device_bytes'] / 1e9:.3f} GB")
-    for row in results["decode"]:
-        eager, graph = row["eager_ms"], row["graph_ms"]
-        lines.append(
-            f"decode at {row['context']:>6}: eager {eager['median']:.3f} ({eager['low']:.3f}..{eager['high']:.3f}), "
-            f"graph {graph['median']:.3f} ({graph['low']:.3f}..{graph['high']:.3f}) ms/token"
+        rows = (
+            f"{r['kernel']:>12} {r['launches']:>4} launches {r['bytes']:>10} bytes each" for r in results["kernels"]
         )
+        return "\n".join([*lines, *rows])
+    found = results["ceilings_gb_per_s"]
+    lines.append(f"ceilings: copy {found['copy']:.0f} GB/s, read {found['read']:.0f} GB/s")
+    lines.append(f"device memory: {results['device_bytes'] / 1e9:.3f} GB")
+    lines += [_decode_line(row) for row in results["decode"]]
     lines.append(f"the host spends {results['host_us_per_launch']:.1f} us a launch when eager")
     for context, rows in results["kernels"].items():
-        lines.append(f"kernels at context {context}:")
-        for r in rows:
-            lines.append(f"{r['kernel']:>12} x{r['launches']:<3} {r['bytes'] / 1e6:9.2f} MB {r['us']:8.2f} us {r['gb_per_s']:6.0f} GB/s {r['percent']:5.1f} %")
+        lines += [f"kernels at context {context}:", *(_kernel_line(row) for row in rows)]
     for row in results["first_token"]:
-        lines.append(f"first token of {row['prompt']:>5}: {row['ttft_ms']:.1f} ms (the first time {row['first_ms']:.0f} ms)")
+        times = f"{row['ttft_ms']:.1f} ms (the first time {row['first_ms']:.0f} ms)"
+        lines.append(f"first token of {row['prompt']:>5}: {times}")
     return "\n".join(lines)
+
+
+def _decode_line(row: dict[str, Any]) -> str:
+    def spread(times: dict[str, float]) -> str:
+        return f"{times['median']:.3f} ({times['low']:.3f}..{times['high']:.3f})"
+
+    return f"decode at {row['context']:>6}: eager {spread(row['eager_ms'])}, graph {spread(row['graph_ms'])} ms/token"
+
+
+def _kernel_line(row: dict[str, Any]) -> str:
+    size, rate = f"{row['bytes'] / 1e6:9.2f} MB", f"{row['gb_per_s']:6.0f} GB/s {row['percent']:5.1f} %"
+    return f"{row['kernel']:>12} x{row['launches']:<3} {size} {row['us']:8.2f} us {rate}"

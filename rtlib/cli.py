@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", nargs="?", default=PROMPT, help="the text to complete (default: %(default)r)")
     _add_model(generate)
     _add_sampling(generate)
-    chat = _command(commands, "chat", _chat, "answer messages, one per line of standard input, through the chat template")
+    chat = _command(
+        commands, "chat", _chat, "answer messages, one per line of standard input, through the chat template"
+    )
     chat.add_argument("--system", help="the system message")
     _add_model(chat)
     _add_sampling(chat)
@@ -63,10 +65,22 @@ def _command(commands: Any, name: str, run: Callable, about: str) -> argparse.Ar
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help='a folder, an id in the Hugging Face cache, or "synthetic:NAME" (default: the embedded model)')
+    command.add_argument(
+        "--model", help='a folder, an id in the Hugging Face cache, or "synthetic:NAME" (default: the embedded model)'
+    )
     command.add_argument("--max-context", type=int, help="positions that the KV cache holds")
-    command.add_argument("--activation", choices=("int8", "fp16", "bf16"), default="int8", help="what the GEMVs read (default: %(default)s)")
-    command.add_argument("--attention", choices=("split", "ring"), default="split", help="the decode attention kernel (default: %(default)s)")
+    command.add_argument(
+        "--activation",
+        choices=("int8", "fp16", "bf16"),
+        default="int8",
+        help="what the GEMVs read (default: %(default)s)",
+    )
+    command.add_argument(
+        "--attention",
+        choices=("split", "ring"),
+        default="split",
+        help="the decode attention kernel (default: %(default)s)",
+    )
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:

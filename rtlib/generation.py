@@ -53,7 +53,9 @@ class GenerationStats:
         parts = [f"{self.prompt_tokens} + {self.new_tokens} tokens", f"finished: {self.finish_reason}"]
         parts.append(f"first token after {self.ttft_ms:.0f} ms")
         if self.ms_per_token:
-            parts.append(f"{self.ms_per_token:.2f} ms/token, {self.tokens_per_s:.1f} tokens/s, {self.gb_per_s:.3g} GB/s")
+            parts.append(
+                f"{self.ms_per_token:.2f} ms/token, {self.tokens_per_s:.1f} tokens/s, {self.gb_per_s:.3g} GB/s"
+            )
         if self.percent_of_ceiling:
             parts.append(f"{self.percent_of_ceiling:.0f} % of the measured read ceiling")
         return "; ".join(parts)

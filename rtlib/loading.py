@@ -1,4 +1,4 @@
-"""From a name to weights and tokenizer: the embedded model, a folder, an id in the Hugging Face cache, or random weights."""
+"""From a name to weights and tokenizer: the embedded model, a folder, an id in the cache, or random weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def load(source: str | Path | None) -> Loaded:
         folder = ModelFolder(EMBEDDED.resolve())
     else:
         folder = ModelFolder(find_folder(source or EMBEDDED).path)
-        weights = packed.load(folder.path) if packed.is_packed(folder.path) else quantise_checkpoint(Checkpoint.open(folder.path))
+        weights = (
+            packed.load(folder.path)
+            if packed.is_packed(folder.path)
+            else quantise_checkpoint(Checkpoint.open(folder.path))
+        )
     tokenizer = Tokenizer.open(folder)
     generation = folder.optional_json("generation_config.json")
     return Loaded(weights, tokenizer, stop_ids(tokenizer, weights.config.eos_ids, generation), folder)

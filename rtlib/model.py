@@ -116,7 +116,12 @@ class Model:
         self.keys = [memory.filled(words, np.uint32) for _ in range(config.num_layers)]
         self.values = [memory.filled(words, np.uint32) for _ in range(config.num_layers)]
         self.attention = plan_attention(
-            config.num_heads, config.num_kv_heads, config.head_dim, options.page_size, options.max_context, self.multiprocessors
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            options.page_size,
+            options.max_context,
+            self.multiprocessors,
         )
         self.partials = memory.filled(self.attention.workspace, np.float32)
         self.tickets = memory.filled(self.attention.tickets, np.uint32)
@@ -214,7 +219,9 @@ class Model:
             linear.codes, linear.scales_zeros, self.residual, norm, self._eps, values, self.inner_pairs,
         )  # fmt: skip
 
-    def _gemv(self, linear: DeviceLinear, source: int, target: int, y: Any, raw: Any = None, norm: Any = None) -> Launch:
+    def _gemv(
+        self, linear: DeviceLinear, source: int, target: int, y: Any, raw: Any = None, norm: Any = None
+    ) -> Launch:
         form, unpacking = self._form()
         kernel = make_gemv(linear.shape, form, source, target, unpacking, self._dependent())
         no_floats = self.nothing[1]
@@ -230,7 +237,8 @@ class Model:
         state = self.state
         return self._launch(
             kernel, blocks, THREADS,
-            self.logits, memory.filled(blocks, np.float32), memory.filled(blocks, np.uint32), memory.filled(1, np.uint32),
+            self.logits,
+            memory.filled(blocks, np.float32), memory.filled(blocks, np.uint32), memory.filled(1, np.uint32),
             state.token, state.position, state.history, state.status, state.limit, state.stop_ids,
         )  # fmt: skip
 

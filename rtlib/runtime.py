@@ -11,7 +11,7 @@ import numpy as np
 
 from kernels_numba import device_memory, stage
 from kernels_numba.launching import Graph, run_all
-from kernels_numba.sampling import FULL, NOT_FINITE, RUNNING, STOPPED
+from kernels_numba.sampling import NOT_FINITE, RUNNING
 from rtlib.chat import ChatTemplate, Message
 from rtlib.errors import ContextFullError, PromptError, RtlibError
 from rtlib.generation import GenerationStats

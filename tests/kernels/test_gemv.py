@@ -1,4 +1,4 @@
-"""GEMVs against NumPy float64 on the same rounded activations: 1e-5 is the project's bound for one kernel (fp32 sums)."""
+"""GEMVs against NumPy float64 on the same rounded activations; 1e-5 bounds one kernel's float32 sums."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,10 @@ def test_int8_of_any_shape(n, k, group, lanes, split, warps, rounds, order, sett
 
 
 @pytest.mark.parametrize("source", [ROUNDED, RAW, NORMED])
-@pytest.mark.parametrize(("form", "unpacking"), [("int8", "lop3"), ("fp16", "lop3"), ("fp16", "prmt"), ("bf16", "prmt")])
+@pytest.mark.parametrize(
+    ("form", "unpacking"),
+    [("int8", "lop3"), ("fp16", "lop3"), ("fp16", "prmt"), ("bf16", "prmt")],
+)
 def test_sources_and_forms(source, form, unpacking):
     weight, x, norm = made(24, 256)
     y = run_gemv(Shape(24, 256, lanes=8, warps=2), weight, x, norm, form, source, STORE, unpacking)
@@ -97,7 +100,7 @@ def test_one_outlier_stays_in_its_block():
     y = run_gemv(Shape(128, 128, lanes=4, warps=2), identity, x, x, "int8", RAW, STORE)
     assert np.isfinite(y).all()
     inside = np.arange(128) // 32 == 1
-    # each output is its own activation times the diagonal's code: half a step of the block's scale, and fp16's rounding of s
+    # an output is its own activation times the diagonal's code: half a step of its block, and fp16's rounding of s
     steps = np.where(inside, 1e5 / 127, np.abs(x[~inside]).max() / 127)
     assert (np.abs(y - x) <= 0.5 * steps + 1e-3 * np.abs(x) + 1e-6).all()
 
@@ -116,9 +119,8 @@ def test_qkv_appends_through_the_table():
     kernel = make_qkv(shape, FORMS["fp16"], heads, kv_heads, head_dim, page)
     table = np.array([5, 1, 3, -1], np.int32)
     arrays = [memory.upload(a) for a in (bias, cosines, sines, np.array([position], np.int32), table)]
-    Launch(
-        kernel, shape.grid, shape.block, *words(weight), memory.upload(x), memory.upload(norm), np.float32(EPS), *arrays, q, *pages
-    ).run()
+    vectors = (memory.upload(x), memory.upload(norm), np.float32(EPS))
+    Launch(kernel, shape.grid, shape.block, *words(weight), *vectors, *arrays, q, *pages).run()
     y = (dequantise(weight) @ round_activation(normed(x, norm), "fp16") + bias).reshape(-1, head_dim)
     first, second = y[:, : head_dim // 2], y[:, head_dim // 2 :]
     c, s = np.cos(angles[position]), np.sin(angles[position])
@@ -140,9 +142,8 @@ def test_gate_up_rounds_for_down(form):
     pairs = memory.filled(inner // 32 * 2, np.float32, np.nan)
     kernel = make_gate_up(shape, FORMS[form])
     view = memory.view(values, np.uint8 if form == "int8" else np.uint16)
-    Launch(
-        kernel, shape.grid, shape.block, *words(weight), memory.upload(x), memory.upload(norm), np.float32(EPS), view, pairs
-    ).run()
+    vectors = (memory.upload(x), memory.upload(norm), np.float32(EPS))
+    Launch(kernel, shape.grid, shape.block, *words(weight), *vectors, view, pairs).run()
     gate, up = np.split(dequantise(weight) @ round_activation(normed(x, norm), form), 2)
     expected = gate / (1 + np.exp(-gate)) * up
     scales, sums = memory.download(pairs).reshape(-1, 2).T
