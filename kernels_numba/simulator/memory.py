@@ -159,20 +159,25 @@ class Array:
 class TrackedArray(Array):
     """Shared or local memory: a read before the first write raises, or gives garbage in hardware mode."""
 
-    __slots__ = ("written",)
+    __slots__ = ("line", "written")
 
     def __init__(self, data: np.ndarray, name: str, origin: int = 0, written: np.ndarray | None = None):
         super().__init__(data, name, origin)
+        self.line = self.size if len(self.shape) == 1 else 0  # indices that one int can reach
         self.written = bytearray(self.size) if written is None else written
 
     def __getitem__(self, index: Any) -> Any:
-        if index.__class__ is not int or not 0 <= index < self.size or len(self.shape) != 1:
-            index = self._locate(index)
-            if index.__class__ is not int:
-                return index
-        if not self.written[index]:
-            self._unwritten(index)
-        return self.mem[index]
+        if index.__class__ is int and 0 <= index < self.line and self.written[index]:
+            return self.mem[index]
+        index = self._locate(index)
+        return self.get(index) if index.__class__ is int else index
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if index.__class__ is int and 0 <= index < self.line and value.__class__ is self.dtype.type:
+            self.written[index] = 1
+            self.mem[index] = value
+        else:
+            Array.__setitem__(self, index, value)
 
     def get(self, at: int) -> Any:
         if not self.written[at]:
