@@ -17,9 +17,10 @@ from numba import cuda, typeof
 from numba.cloudpickle import CloudPickler
 from numba.core import config
 
+from kernels_numba.simulator.block import Dim3
 from kernels_numba.simulator.memory import Array
 from kernels_numba.simulator.namespace import Cuda
-from kernels_numba.simulator.scheduler import Dim3, Machine
+from kernels_numba.simulator.scheduler import Machine
 from kernels_numba.simulator.twin import TwinMaker
 
 SIMULATED = bool(config.ENABLE_CUDASIM)

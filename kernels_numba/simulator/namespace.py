@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from kernels_numba.simulator.block import WARP, Dim3
 from kernels_numba.simulator.errors import InvalidLaunch, SimulationError
 from kernels_numba.simulator.memory import Array, GarbageArray, TrackedArray, garbage
-from kernels_numba.simulator.scheduler import WARP, Dim3, Machine
+from kernels_numba.simulator.scheduler import Machine
 from kernels_numba.simulator.values import CASTS, dtype_of
 
 SHARED_LIMIT = 48 * 1024

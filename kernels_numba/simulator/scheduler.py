@@ -11,15 +11,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-import numpy as np
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 
+from kernels_numba.simulator.block import WARP, Barrier, Collective, Dim3, Settings, Thread, Warp
 from kernels_numba.simulator.errors import (
-    Deadlock,
     DivergentBarrier,
     DivergentWarp,
     InvalidLaunch,
@@ -28,108 +26,13 @@ from kernels_numba.simulator.errors import (
     describe_threads,
     line_of,
 )
+from kernels_numba.simulator.reports import Reports
 
-WARP = 32
 # the most shared memory of a block; source: CUDA C++ Programming Guide, technical specifications per capability
 SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 
 
-@dataclass
-class Settings:
-    """How the simulator runs kernels.
-
-    compute_capability: (major, minor) that kernels are chosen for. warp_order: "forward", "reverse", or an int that
-    seeds a shuffle. hardware: True lets faulty kernels run on as a GPU would, instead of raising.
-    """
-
-    compute_capability: tuple[int, int] = (9, 0)
-    warp_order: str | int = "forward"
-    hardware: bool = False
-
-
-class Dim3:
-    """Three sizes or coordinates, x fastest."""
-
-    __slots__ = ("x", "y", "z")
-
-    def __init__(self, x: int, y: int = 1, z: int = 1):
-        self.x, self.y, self.z = x, y, z
-
-    def __iter__(self):
-        return iter((self.x, self.y, self.z))
-
-    def __repr__(self) -> str:
-        return f"({self.x}, {self.y}, {self.z})"
-
-
-class Warp:
-    """32 lanes and the warp operations that wait for their other lanes."""
-
-    __slots__ = ("number", "exists", "alive", "pending")
-
-    def __init__(self, number: int, lanes: int):
-        self.number, self.exists, self.alive = number, (1 << lanes) - 1, 0
-        self.pending: dict[int, Collective] = {}
-
-
-class Collective:
-    """One warp operation in flight: who came, with what, from which line."""
-
-    __slots__ = ("kind", "site", "mask", "compute", "values", "waiting")
-
-    def __init__(self, kind: tuple, site: tuple, mask: int, compute: Callable):
-        self.kind, self.site, self.mask, self.compute = kind, site, mask, compute
-        self.values: dict[int, Any] = {}
-        self.waiting: list[Thread] = []
-
-
-class Barrier:
-    """A block barrier: arrivals so far in this phase and the threads that wait."""
-
-    __slots__ = ("arrived", "waiting", "expected", "votes", "code", "offset", "outer", "first")
-
-    def __init__(self) -> None:
-        self.arrived, self.waiting, self.expected, self.votes = 0, [], None, []
-        # where the first thread of the phase arrived, and through which calls (None: in the kernel itself)
-        self.code, self.offset, self.outer, self.first = None, 0, None, None
-
-    @property
-    def site(self) -> tuple[CodeType, int]:
-        return self.code, self.offset
-
-
-class Thread(greenlet):
-    """A pooled CUDA thread: runs the kernel each time a block starts, for ever."""
-
-    def __init__(self, machine: Machine, linear: int):
-        super().__init__()
-        self.machine, self.linear = machine, linear
-        self.lane = linear % WARP
-        self.index = Dim3(linear, 0, 0)
-        self.warp: Warp | None = None
-        self.copies: list[list[Callable]] = []  # groups of asynchronous copies not yet waited for
-        self.site: tuple[CodeType, int] | None = None
-        self.waits_for = ""
-        self.result: Any = None
-
-    def run(self) -> None:
-        machine = self.machine
-        with np.errstate(all="ignore"):
-            machine.hub.switch()  # parked at the launch's own depth: a greenlet's stack starts where it was started
-            while True:
-                try:
-                    machine.function(*machine.arguments)
-                    machine.leave(self)
-                except GreenletExit:
-                    return
-                except BaseException as error:  # carried to the launching code, KeyboardInterrupt included
-                    machine.failure = (error, self)
-                    machine.hub.switch()
-                    continue
-                machine.hand_over()
-
-
-class Machine:
+class Machine(Reports):
     """The simulated GPU: settings, the running launch, and the pool of threads."""
 
     def __init__(self) -> None:
@@ -216,9 +119,9 @@ class Machine:
         self.current, self.on_switch.threadIdx = first, first.index
         first.switch()
         if self.failure is not None:
-            raise self._explained(*self.failure)
+            raise self.explained(*self.failure)
         if self.alive:
-            raise self._explained(self._deadlock(), None)
+            raise self.explained(self.deadlock(), None)
 
     def in_warp_order(self, threads: list[Thread]) -> list[Thread]:
         """`threads` in the order of `settings.warp_order`, lanes of a warp kept together."""
@@ -421,45 +324,6 @@ class Machine:
         """Lets every other ready thread run first, as a thread that polls a flag must."""
         self.ready.append(self.current)
         self.hand_over()
-
-    # reports
-
-    def kernel_site(self) -> tuple[CodeType, int]:
-        """The innermost line of kernel code that is running."""
-        frame = sys._getframe(2)
-        while frame is not None and id(frame.f_code) not in self.kernel_codes:
-            frame = frame.f_back
-        return (frame.f_code, frame.f_lasti) if frame is not None else (self.function.__code__, 0)
-
-    def site_text(self, site: tuple[CodeType, int]) -> str:
-        return describe_site(site[0], line_of(*site))
-
-    def _deadlock(self) -> Deadlock:
-        stuck: dict[tuple, list[Thread]] = {}
-        for t in self.threads:
-            if t not in self.left:
-                stuck.setdefault((t.waits_for, t.site), []).append(t)
-        places = "; ".join(
-            f"{describe_threads(threads)} in {what} at {self.site_text(site)}"
-            for (what, site), threads in stuck.items()
-        )
-        return Deadlock(f"deadlock, no thread can go on: {places}")
-
-    def _explained(self, error: BaseException, t: Thread | None) -> BaseException:
-        """The error with the kernel's line, thread and block; a reader's own exception gets them as a note."""
-        place = f"block {self.where}"
-        trace, site = error.__traceback__, None
-        while trace is not None:
-            if id(trace.tb_frame.f_code) in self.kernel_codes:
-                site = describe_site(trace.tb_frame.f_code, trace.tb_lineno)
-            trace = trace.tb_next
-        if t is not None and site is not None and site not in str(error):
-            place = f"{site}, thread {t.index}, {place}"
-        if isinstance(error, SimulationError):
-            return type(error)(f"{error} ({place})")
-        if isinstance(error, Exception):
-            error.add_note(f"in the simulated kernel: {place}")
-        return error
 
     def _discard(self) -> None:
         """Ends threads that stand in the middle of a kernel; the next launch makes new ones."""
