@@ -25,6 +25,7 @@ from kernels_numba.teaching import (
 IDLE = [33, 40, 56, 68]  # the last page leaves a warp without tokens
 BUSY = [25, 32, 57, 64]
 TOLERANCE = 1e-5  # float32 accumulation
+RUNS = 10 if stage.name == "gpu" else 1  # a race may come out right now and then; this one must not
 WRONG = 1e-2  # a tail of one token in 33 moves the output by a few per cent at least
 
 
@@ -78,9 +79,10 @@ def test_the_simulator_names_both_barriers_of_the_faulty_kernel(rng, length):
 @pytest.mark.parametrize("length", IDLE)
 def test_the_faulty_kernel_merges_too_early_where_a_warp_is_idle(rng, settings, length, order):
     settings.hardware, settings.warp_order = True, order
-    out, right, too_early = attend(rng, faulty_attention, length)
-    assert error(out, right) > WRONG
-    assert error(out, too_early) < TOLERANCE
+    for _ in range(RUNS):
+        out, right, too_early = attend(rng, faulty_attention, length)
+        assert error(out, right) > WRONG
+        assert error(out, too_early) < TOLERANCE
 
 
 @pytest.mark.parametrize("length", BUSY)
