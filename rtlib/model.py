@@ -20,6 +20,8 @@ from kernels_numba.gemv import ADD, NORMED, RAW, ROUNDED, STORE, Shape, make_gem
 from kernels_numba.int4_dot import UNPACKINGS
 from kernels_numba.launching import Launch
 from kernels_numba.paged_attention import WARPS, make_paged_attention, plan_attention
+from kernels_numba.ring_attention import THREADS as RING_THREADS
+from kernels_numba.ring_attention import make_ring_attention
 from kernels_numba.sampling import MAX_STOP_IDS, THREADS, make_argmax
 from kernels_numba.tuning import choose
 from rtlib.config import ModelConfig
@@ -28,6 +30,8 @@ from rtlib.pages import PAGE_SIZE
 from rtlib.progress import progress
 from rtlib.rope import cos_sin
 from rtlib.weights import Linear, ModelWeights
+
+ATTENTIONS = {"split": (make_paged_attention, 32 * WARPS), "ring": (make_ring_attention, RING_THREADS)}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Options:
     page_size: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
-        for name, allowed in (("activation", FORMS), ("unpacking", UNPACKINGS), ("attention", ("split", "ring"))):
+        for name, allowed in (("activation", FORMS), ("unpacking", UNPACKINGS), ("attention", ATTENTIONS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.max_context < 1:
@@ -175,10 +179,11 @@ class Model:
 
     def _attend(self, index: int) -> Launch:
         config, plan, state = self.config, self.attention, self.state
-        shape = (config.num_heads, config.num_kv_heads, config.head_dim, self.options.page_size)
-        kernel = make_paged_attention(*shape, plan.splits, self._dependent(), stage.compute_capability())
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim, self.options.page_size, plan.splits)
+        make, threads = ATTENTIONS[self.options.attention]
+        kernel = make(*shape, dependent=self._dependent(), capability=stage.compute_capability())
         return self._launch(
-            kernel, plan.grid, 32 * WARPS,
+            kernel, plan.grid, threads,
             self.query, self.keys[index], self.values[index], state.block_table, state.position,
             self.partials, self.tickets, self.attended,
         )  # fmt: skip
