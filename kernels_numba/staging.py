@@ -41,10 +41,9 @@ def round_vector(x, weight, factor, normed, values, pairs, tid, k, warps, form):
         if at < uint32(k):  # whole warps, as K is a multiple of 128
             a, b, c, d = load_f32x4(x, at)
             if normed:
-                a = float32(float32(a * factor) * weight[at])
-                b = float32(float32(b * factor) * weight[uint32(at + uint32(1))])
-                c = float32(float32(c * factor) * weight[uint32(at + uint32(2))])
-                d = float32(float32(d * factor) * weight[uint32(at + uint32(3))])
+                e, f, g, h = load_f32x4(weight, at)
+                a, b = float32(float32(a * factor) * e), float32(float32(b * factor) * f)
+                c, d = float32(float32(c * factor) * g), float32(float32(d * factor) * h)
             first, second, scale, total = round_four(a, b, c, d, form)
             if form == INT8:
                 values[uint32(at >> uint32(2))] = first
