@@ -20,13 +20,28 @@ _ALL = 0xFFFFFFFF
 _OPERANDS = {8: struct.Struct("<3I4f"), 16: struct.Struct("<6I4f")}  # by depth: words of A and B, floats of C
 
 
-def _as_halves(words: np.ndarray) -> np.ndarray:
-    return words.view(np.float16).astype(np.float32)
+def _where(depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the elements of A, B and C stand among all lanes' operands: in units of halves, halves and floats."""
+    words = depth // 4  # of A in a lane; of B half as many
+    size = words + words // 2 + 4
+    lane, half = 4 * np.arange(8)[:, None] + np.arange(4), np.arange(2)  # [g, t]
+    a = 2 * (size * lane[None, :, None, :, None] + np.arange(words).reshape(1, 1, -1, 1, 1)) + half
+    a = a.reshape(8, words // 2, 2, 4, 2).transpose(2, 0, 1, 3, 4)  # row half, g, column half, t, column
+    b = 2 * (size * lane[:, None, :, None] + words + np.arange(words // 2).reshape(1, -1, 1, 1)) + half
+    b = b.transpose(1, 2, 3, 0)  # row half, t, row, g
+    c = size * lane[None, :, :, None] + words + words // 2 + np.arange(4).reshape(2, 1, 1, 2)  # row half, g, t, column
+    return a.reshape(16, depth), b.reshape(depth, 8), c.reshape(16, 8)
 
 
-def _as_bfloats(words: np.ndarray) -> np.ndarray:
-    pairs = words.view(np.uint16).astype(np.uint32) << 16
-    return pairs.view(np.float32)
+_PLACES = {8: _where(8), 16: _where(16)}
+
+
+def _as_halves(bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.float16).astype(np.float64)
+
+
+def _as_bfloats(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def _all_lanes(values: dict[int, Any]) -> list:
@@ -37,17 +52,13 @@ def _all_lanes(values: dict[int, Any]) -> list:
 
 def _multiply(values: dict[int, tuple], depth: int, unpack: Any) -> dict[int, tuple]:
     """D = A @ B + C of one warp, from and to fragments; `depth` is k, 8 or 16."""
-    words = depth // 4  # of A in a lane: 2 for k = 8, 4 for k = 16
     pack = _OPERANDS[depth].pack  # at less than half the cost of arrays made from tuples
-    lanes = np.frombuffer(b"".join([pack(*v) for v in _all_lanes(values)]), np.uint32).reshape(32, -1)
-    a_words, b_words = lanes[:, :words], lanes[:, words : words + words // 2]
-    c = lanes[:, words + words // 2 :].view(np.float32)
-    # a lane's words are (half of the columns, half of the rows), its halves two columns
-    a = unpack(np.ascontiguousarray(a_words)).reshape(8, 4, words // 2, 2, 2)  # g, t, column half, row half, column
-    a = a.transpose(3, 0, 2, 1, 4).reshape(16, depth)
-    b = unpack(np.ascontiguousarray(b_words)).reshape(8, 4, words // 2, 2).transpose(2, 1, 3, 0).reshape(depth, 8)
-    d = (a.astype(np.float64) @ b.astype(np.float64)).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
-    return dict(enumerate(zip(*(d + c).astype(np.float32).T, strict=True)))
+    raw = b"".join([pack(*v) for v in _all_lanes(values)])
+    halves, floats = np.frombuffer(raw, np.uint16), np.frombuffer(raw, np.float32)
+    in_a, in_b, in_c = _PLACES[depth]
+    d = unpack(halves[in_a]) @ unpack(halves[in_b]) + floats[in_c]
+    d = d.astype(np.float32).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
+    return dict(enumerate(zip(*d, strict=True)))
 
 
 def _mma(name: str, depth: int, unpack: Any, operands: tuple) -> tuple:
