@@ -59,10 +59,10 @@ def make_qkv(
 
     @cuda.jit
     def qkv(codes, scales_zeros, x, weight, eps, bias, cosines, sines, position, block_table, q, k_pages, v_pages):
-        own_values = cuda.shared.array(words, uint32)
-        own_pairs = cuda.shared.array(floats, float32)
+        own_values = cuda.shared.array(words, uint32, alignment=16)
+        own_pairs = cuda.shared.array(floats, float32, alignment=16)
         partial = cuda.shared.array(32, float32)
-        sums = cuda.shared.array(slots, float32)
+        sums = cuda.shared.array(slots, float32, alignment=16)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         loaded = first_loads(
             codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
@@ -147,10 +147,10 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
 
     @cuda.jit
     def gate_up(codes, scales_zeros, x, weight, eps, values, pairs):
-        own_values = cuda.shared.array(words, uint32)
-        own_pairs = cuda.shared.array(floats, float32)
+        own_values = cuda.shared.array(words, uint32, alignment=16)
+        own_pairs = cuda.shared.array(floats, float32, alignment=16)
         partial = cuda.shared.array(32, float32)
-        sums = cuda.shared.array(slots, float32)
+        sums = cuda.shared.array(slots, float32, alignment=16)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         loaded = first_loads(
             codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds

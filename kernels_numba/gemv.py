@@ -189,10 +189,10 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
 
     @cuda.jit
     def gemv(codes, scales_zeros, values, pairs, raw, weight, eps, y):
-        own_values = cuda.shared.array(words, uint32)
-        own_pairs = cuda.shared.array(floats, float32)
+        own_values = cuda.shared.array(words, uint32, alignment=16)
+        own_pairs = cuda.shared.array(floats, float32, alignment=16)
         partial = cuda.shared.array(32, float32)
-        sums = cuda.shared.array(slots, float32)
+        sums = cuda.shared.array(slots, float32, alignment=16)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         loaded = first_loads(
             codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
