@@ -13,8 +13,8 @@ LOADS = 4  # of 16 bytes that each thread has on their way at once
 @cuda.jit
 def copy_words(source, target, quads):
     """target = source, uint32 [4 * quads], four quads a thread and turn."""
-    step = uint32(cuda.gridDim.x * THREADS)
-    at = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+    step = uint32(uint32(cuda.gridDim.x) * uint32(THREADS))
+    at = uint32(uint32(uint32(cuda.blockIdx.x) * uint32(THREADS)) + uint32(cuda.threadIdx.x))
     while at < quads:
         a, b, c, d = stream_u32x4(source, uint32(at * uint32(4)))
         store_u32x4(target, uint32(at * uint32(4)), a, b, c, d)
@@ -24,15 +24,15 @@ def copy_words(source, target, quads):
 @cuda.jit
 def read_words(source, found, quads):
     """Reads uint32 [4 * quads] and keeps an exclusive-or of all, so that no load can be left out."""
-    step = uint32(cuda.gridDim.x * THREADS)
-    at = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+    step = uint32(uint32(cuda.gridDim.x) * uint32(THREADS))
+    at = uint32(uint32(uint32(cuda.blockIdx.x) * uint32(THREADS)) + uint32(cuda.threadIdx.x))
     kept = uint32(0)
-    while at + uint32(LOADS - 1) * step < quads:
+    while uint32(at + uint32(uint32(LOADS - 1) * step)) < quads:
         a, b, c, d = stream_u32x4(source, uint32(at * uint32(4)))
         e, f, g, h = stream_u32x4(source, uint32(uint32(at + step) * uint32(4)))
-        i, j, k, m = stream_u32x4(source, uint32(uint32(at + uint32(2) * step) * uint32(4)))
-        n, o, p, q = stream_u32x4(source, uint32(uint32(at + uint32(3) * step) * uint32(4)))
+        i, j, k, m = stream_u32x4(source, uint32(uint32(at + uint32(uint32(2) * step)) * uint32(4)))
+        n, o, p, q = stream_u32x4(source, uint32(uint32(at + uint32(uint32(3) * step)) * uint32(4)))
         kept = uint32(kept ^ a ^ b ^ c ^ d ^ e ^ f ^ g ^ h ^ i ^ j ^ k ^ m ^ n ^ o ^ p ^ q)
-        at = uint32(at + uint32(LOADS) * step)
+        at = uint32(at + uint32(uint32(LOADS) * step))
     if kept == uint32(0x12345678):
         found[0] = kept

@@ -135,29 +135,31 @@ def block_pair_sums(
     steps = (k // CHUNK + lanes * split - 1) // (lanes * split)
     row0, row1 = rows_of(pair, n, stride, all_pairs)
     v, w, sz0, sz1 = loaded
-    for turn in range(rounds):
+    turn = uint32(0)
+    while turn < uint32(rounds):  # counted in 32 bits, as `range` would not
         y0, y1 = float32(0.0), float32(0.0)
-        chunk = member
-        for step in range(steps):
+        chunk, step = member, uint32(0)
+        while step < uint32(steps):
             following = uint32(chunk + uint32(lanes * split))
-            if step == steps - 1:
+            if step == uint32(steps - 1):
                 following = member
                 pair = uint32(pair + teams)
                 row0, row1 = rows_of(pair, n, stride, all_pairs)
-            if step < steps - 1 or turn < rounds - 1:
+            if step < uint32(steps - 1) or turn < uint32(rounds - 1):
                 p, q, sz2, sz3 = chunk_loads(codes, scales_zeros, row0, row1, min(following, last), k, group, 0)
             else:
                 p, q, sz2, sz3 = v, w, sz0, sz1
             if chunk <= last:
                 y0, y1 = add_chunk(y0, y1, v, w, sz0, sz1, x, pairs, chunk, in_shared, form, unpacking)
             v, w, sz0, sz1 = p, q, sz2, sz3
-            chunk = following
+            chunk, step = following, uint32(step + uint32(1))
         y0, y1 = lanes_sum(y0, lanes), lanes_sum(y1, lanes)
         if uint32(member % uint32(lanes)) == uint32(0):
-            local = uint32(uint32(uint32(turn) * teams) + team)
+            local = uint32(uint32(turn * teams) + team)
             at = uint32(uint32(uint32(local * uint32(split)) + uint32(member // uint32(lanes))) * uint32(2))
             sums[at] = y0
             sums[uint32(at + uint32(1))] = y1
+        turn = uint32(turn + uint32(1))
 
 
 @cuda.jit(device=True)
