@@ -11,7 +11,7 @@ from kernels_numba import choice
 if choice.error is not None:
     raise choice.error
 
-from kernels_numba import numba_bridge  # noqa: E402  (imports numba, so only after the choice)
+from kernels_numba import numba_bridge
 
 name: str = "sim" if choice.chosen == "sim" else "gpu"
 has_device: bool = choice.chosen != "compile"
@@ -23,11 +23,21 @@ settings = numba_bridge.machine.settings
 simulate = numba_bridge.simulate
 
 
+_forced: tuple[int, int] | None = None
+
+
 def compute_capability() -> tuple[int, int]:
-    """The (major, minor) that kernels are chosen for: the GPU's, or the one set in `settings`."""
+    """The (major, minor) that kernels are chosen for: the GPU's or the simulator's, unless a lower one is forced."""
     if name == "gpu" and has_device:
-        return numba_bridge.device_capability()
-    return settings.compute_capability
+        own = numba_bridge.device_capability()
+        return own if _forced is None else min(own, _forced)
+    return settings.compute_capability if _forced is None else _forced
+
+
+def force_capability(capability: tuple[int, int] | None) -> None:
+    """Chooses kernels as for an older GPU, so that its fallbacks can be run without one; None ends it."""
+    global _forced
+    _forced = capability
 
 
 def synchronize() -> None:

@@ -26,7 +26,7 @@ from rtlib.model import DeviceLinear, Model
 
 CHUNK = 512  # positions that go through the model together on the GPU
 CHUNK_ON_SIM = 64
-ATTENTION_WARPS = 4
+ATTENTION_WARPS = 4 if stage.name == "gpu" else 2  # of 16 tokens each
 
 
 class Prefill:
