@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ class Runtime:
         self._table = BlockTable(PagePool(pages, options.page_size), options.max_context)
         self._graphs: dict[int, Graph] = {}
         self._ids: list[int] = []
+        self._sequence = 0  # counts prefills, so that an iterator knows whether the sequence is still its own
 
     @classmethod
     def load(cls, source: str | Path | None = None, max_context: int | None = None, **options: Any) -> Runtime:
@@ -56,7 +58,7 @@ class Runtime:
         `Options`. Raises CheckpointError, ConfigError, TokenizerError, OutOfMemoryError.
         """
         loaded = load(source)
-        most = loaded.weights.config.max_positions
+        most = loaded.weights.config.context_limit
         wanted = min(most, DEFAULT_CONTEXT) if max_context is None else max_context
         if wanted > most:
             raise ContextFullError(f"max_context is {wanted}, the model was made for {most} positions; ask for no more")
@@ -71,13 +73,15 @@ class Runtime:
         before is given up only once the prompt is known to be right.
         """
         model, ids = self._open(), self._checked(ids)
-        self._table.release()
+        self._forget()
+        self._sequence += 1
         self._table.append(len(ids))
-        self._ids = list(ids)
         self._send_table()
         self._prefill.run(ids)
         model.state.set("position", len(ids) - 1)
-        return self._logits()
+        logits = self._logits()
+        self._ids = list(ids)  # last, so that a prefill that was interrupted leaves no sequence
+        return logits
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns the logits of its position, float32 [vocab].
@@ -91,9 +95,10 @@ class Runtime:
         self._grow(1)
         model.state.set("token", token_id)
         model.state.set("position", len(self._ids))
-        self._ids.append(token_id)
         run_all(model.forward_step)
-        return self._logits()
+        logits = self._logits()
+        self._ids.append(token_id)
+        return logits
 
     # text
 
@@ -104,6 +109,7 @@ class Runtime:
         """
         params = params or SamplingParams()
         started = time.perf_counter()
+        self._open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         ids = self._checked(ids)
         return self._complete(ids, params, started)
@@ -115,6 +121,7 @@ class Runtime:
     def _complete(self, ids: list[int], params: SamplingParams, started: float) -> Iterator[str]:
         stats = self.last_stats = GenerationStats(prompt_tokens=len(ids))
         decoder = StreamDecoder(self.tokenizer, skip_control=True)
+        own = self._sequence + 1  # the number that its prefill will give
         try:
             for token in self._tokens(ids, params, stats, started):
                 if token in self.stop_ids and not params.ignore_stop:
@@ -126,17 +133,19 @@ class Runtime:
             if tail:
                 yield tail
         finally:
-            self._table.release()
-            self._ids = []
+            if self._sequence == own:
+                self._forget()
 
     def _tokens(self, ids: list[int], params: SamplingParams, stats: GenerationStats, started: float) -> Iterator[int]:
         """The ids of a completion, a stop id included."""
         sampler = Sampler(params)
         token = sampler.next_id(self.prefill(ids), self._ids, len(ids))
         stats.ttft_ms, stats.new_tokens = (time.perf_counter() - started) * 1e3, 1
-        last = token
+        last, own = token, self._sequence
         yield token
         while not self._finished(last, params, stats):
+            if self._sequence != own or not self._ids:
+                raise PromptError("this completion was given up: another sequence was started; generate again")
             began = time.perf_counter()
             tokens = self._next_tokens(last, sampler, len(ids), params.max_new_tokens - stats.new_tokens)
             stats.decode_ms += (time.perf_counter() - began) * 1e3
@@ -212,7 +221,10 @@ class Runtime:
         return self._model
 
     def _checked(self, ids: Sequence[int], at: int = 0) -> list[int]:
-        ids = [int(i) for i in ids]
+        try:
+            ids = [operator.index(i) for i in ids]
+        except TypeError:
+            raise PromptError("a prompt is a str or a sequence of integers, the ids of its tokens") from None
         if not ids:
             raise PromptError("the prompt is empty, expected at least one token")
         unknown = [i for i in ids if not 0 <= i < self.config.vocab_size]
@@ -224,6 +236,11 @@ class Runtime:
                 "larger max_context"
             )
         return ids
+
+    def _forget(self) -> None:
+        """Gives the pages of the sequence back, if there is one."""
+        self._table.release()
+        self._ids = []
 
     def _grow(self, positions: int) -> None:
         before = len(self._table.pages)
