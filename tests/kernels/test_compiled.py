@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(
         find_spec("numba_cuda") is None or find_spec("nvidia") is None, reason="no CUDA compiler: extra cu13 or cu12"
     ),
-    pytest.mark.timeout(300),  # the first test waits for all compilations
+    pytest.mark.timeout(900),  # the first test waits for all compilations
 ]
 
 
