@@ -54,6 +54,13 @@ class Options:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.max_context < 1:
             raise ConfigError(f"max_context is {self.max_context}, expected 1 or more")
+        if self.page_size < 1 or self.page_size % PAGE_SIZE:
+            raise ConfigError(f"page_size is {self.page_size}, expected a multiple of {PAGE_SIZE}")
+
+    @property
+    def pages(self) -> int:
+        """Return the pages that max_context positions take."""
+        return -(-self.max_context // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,11 @@ class State:
     """The decode state on the device, and what the host reads and writes of it."""
 
     def __init__(self, options: Options):
-        pages = -(-options.max_context // options.page_size)
         self.token, self.position = memory.filled(1, np.int32), memory.filled(1, np.int32)
         self.history = memory.filled(options.max_context + 1, np.int32, -1)
         self.status, self.stop_ids = memory.filled(1, np.int32), memory.filled(MAX_STOP_IDS, np.int32, -1)
         self.limit = memory.filled(1, np.int32, options.max_context + 1)
-        self.block_table = memory.filled(pages, np.int32, -1)
+        self.block_table = memory.filled(options.pages, np.int32, -1)
 
     def set(self, name: str, *values: int) -> None:
         """Overwrites the beginning of one buffer."""
@@ -115,8 +121,7 @@ class Model:
         self.inner_words = memory.filled(inner // 32 * words_per_block(form), np.uint32)
         self.inner_pairs = memory.filled(inner // 32 * 2, np.float32)
         self.logits = memory.filled(config.vocab_size, np.float32)
-        pages = -(-options.max_context // options.page_size)
-        words = pages * config.num_kv_heads * options.page_size * config.head_dim // 2
+        words = options.pages * config.num_kv_heads * options.page_size * config.head_dim // 2
         self.keys = [memory.filled(words, np.uint32) for _ in range(config.num_layers)]
         self.values = [memory.filled(words, np.uint32) for _ in range(config.num_layers)]
         self.attention = plan_attention(
@@ -153,6 +158,11 @@ class Model:
         self.head = self._linear(weights.head)
 
     def _linear(self, linear: Linear, stride: int = 1, pairs_per_block: int = 0) -> DeviceLinear:
+        if linear.input_order is not None:
+            raise ConfigError(
+                "a linear of this model has its inputs in another order (GPTQ's act-order, desc_act), which is not "
+                "served yet; quantise the model without desc_act"
+            )
         n, k = linear.codes.shape[0], linear.codes.shape[1] * 8
         shape = choose(n, k, linear.group, stride, self.multiprocessors, pairs_per_block)
         bias = np.zeros(n, np.float32) if linear.bias is None else linear.bias

@@ -14,14 +14,17 @@ from kernels_numba import device_memory, stage
 from kernels_numba.launching import Graph, run_all
 from kernels_numba.sampling import NOT_FINITE, RUNNING
 from rtlib.chat import ChatTemplate, Message
-from rtlib.errors import ContextFullError, PromptError, RtlibError
+from rtlib.config import ModelConfig
+from rtlib.errors import ContextFullError, OutOfMemoryError, PromptError, RtlibError
 from rtlib.generation import GenerationStats
 from rtlib.loading import Loaded, load
 from rtlib.model import Model, Options
 from rtlib.pages import BlockTable, PagePool
+from rtlib.planning import explain, require
 from rtlib.prefill import Prefill
 from rtlib.sampler import Sampler, SamplingParams
 from rtlib.tokenizer import StreamDecoder
+from rtlib.weights import ModelWeights
 
 STEPS_PER_LAUNCH = 16
 DEFAULT_CONTEXT = 4096
@@ -41,11 +44,9 @@ class Runtime:
         self._folder = loaded.folder
         self._bytes = loaded.weights.nbytes - loaded.weights.byte_counts["embedding"]
         free = device_memory.free_bytes()
-        self._model: Model | None = Model(loaded.weights, options)
-        self._prefill = Prefill(self._model)
+        self._model, self._prefill = _build(loaded.weights, options, free)
         self.device_bytes = None if free is None else free - device_memory.free_bytes()
-        pages = -(-options.max_context // options.page_size)
-        self._table = BlockTable(PagePool(pages, options.page_size), options.max_context)
+        self._table = BlockTable(PagePool(options.pages, options.page_size), options.max_context)
         self._graphs: dict[int, Graph] = {}
         self._ids: list[int] = []
         self._sequence = 0  # counts prefills, so that an iterator knows whether the sequence is still its own
@@ -57,12 +58,17 @@ class Runtime:
         max_context: positions of the KV cache, by default what the model was made for, 4096 at most. options: fields of
         `Options`. Raises CheckpointError, ConfigError, TokenizerError, OutOfMemoryError.
         """
-        loaded = load(source)
-        most = loaded.weights.config.context_limit
-        wanted = min(most, DEFAULT_CONTEXT) if max_context is None else max_context
-        if wanted > most:
-            raise ContextFullError(f"max_context is {wanted}, the model was made for {most} positions; ask for no more")
-        return cls(loaded, Options(max_context=wanted, **options))
+
+        def choose(config: ModelConfig) -> Options:
+            wanted = min(config.context_limit, DEFAULT_CONTEXT) if max_context is None else max_context
+            if wanted > config.context_limit:
+                raise ContextFullError(
+                    f"max_context is {wanted}, the model was made for {config.context_limit} positions; ask for no more"
+                )
+            return Options(max_context=wanted, **options)
+
+        loaded = load(source, lambda config, group: require(config, choose(config), group, device_memory.free_bytes()))
+        return cls(loaded, choose(loaded.weights.config))
 
     # one position at a time
 
@@ -259,3 +265,15 @@ class Runtime:
     def _cache_bytes(self) -> int:
         config = self.config
         return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * len(self._ids)
+
+
+def _build(weights: ModelWeights, options: Options, free: int | None) -> tuple[Model, Prefill]:
+    """The model on the device; raises OutOfMemoryError when the driver has no memory left for it."""
+    try:
+        model = Model(weights, options)
+        return model, Prefill(model)
+    except Exception as error:
+        if "OUT_OF_MEMORY" not in str(error):
+            raise
+    model = None  # and outside of the handler: the error's frames would keep alive what did fit
+    raise OutOfMemoryError(explain(weights.config, options, weights.group, free or 0))
