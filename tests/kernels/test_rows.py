@@ -153,7 +153,12 @@ def test_kv_append(rng, start):
             at = start + row
             vectors = np.clip(qkv[row, first : first + kv_heads], -65504, 65504).astype(np.float16)
             expected[table[at // page_size], :, at % page_size] = vectors
-        assert np.array_equal(out, expected.reshape(-1).view(np.uint32))
+        found = out.view(np.float16).reshape(expected.shape)
+        assert np.array_equal(found, expected, equal_nan=True)
+        # poison is NaN too, so bits are compared; a NaN that was written may have any payload (a GPU's is 0x7FFF)
+        moved = found.view(np.uint16) != expected.view(np.uint16)
+        assert moved.sum() <= 1
+        assert np.isnan(expected[moved]).all()
 
 
 def test_kv_append_to_no_page_writes_nothing(rng):

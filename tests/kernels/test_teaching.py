@@ -26,7 +26,7 @@ IDLE = [33, 40, 56, 68]  # the last page leaves a warp without tokens
 BUSY = [25, 32, 57, 64]
 TOLERANCE = 1e-5  # float32 accumulation
 RUNS = 10 if stage.name == "gpu" else 1  # a race may come out right now and then; this one must not
-WRONG = 1e-2  # a tail of one token in 33 moves the output by a few per cent at least
+WRONG = 1e-3  # one token of 33 that is left out may weigh little, and is still far above the bound of what is right
 
 
 def error(out: np.ndarray, right: np.ndarray) -> float:
