@@ -20,6 +20,8 @@ FIM_SHARE = 0.10  # of the functions, once more as fill-in-the-middle
 CHAT_SHARE = 0.15  # of the functions that have a summary or take a request by name, once more as a chat
 CUT_SHARE = 0.20  # of the documents are cut into pieces that are tokenised apart
 CUT_DISTANCE = 60  # characters, on average, between two such cuts
+FINISH_LINES = 16  # the last phase takes shorter functions and blocks, this many of each
+FINISH_FUNCTIONS, FINISH_BLOCKS = 30000, 50000
 SYSTEM_TEXT = "You write short Python functions."
 
 
@@ -29,6 +31,7 @@ class Documents:
 
     modules: dict[str, None] = field(default_factory=dict)  # dicts keep the order and drop what comes twice
     functions: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    classes: dict[str, None] = field(default_factory=dict)
     blocks: dict[str, None] = field(default_factory=dict)
 
     def add(self, source: str) -> None:
@@ -38,16 +41,24 @@ class Documents:
             return
         if text := normalise.module_text(tree):
             self.modules[text] = None
+        self.classes.update(dict.fromkeys(normalise.class_texts(tree)))  # before decorators are taken off
         requests = normalise.summaries(source)
         for signature, text in normalise.function_texts(tree):
             self.functions.setdefault(text, (requests.get(signature.split("(")[0]), signature))
         self.blocks.update(dict.fromkeys(normalise.block_texts(tree)))
 
     def remove(self, held_out: Documents) -> None:
-        """Remove the held-out files' functions and blocks, which other packages may have copied."""
-        for mine, theirs in ((self.functions, held_out.functions), (self.blocks, held_out.blocks)):
-            for text in theirs:
-                mine.pop(text, None)
+        """Remove the held-out files' functions, classes and blocks, which other packages may have copied."""
+        for kind in ("functions", "classes", "blocks"):
+            for text in getattr(held_out, kind):
+                getattr(self, kind).pop(text, None)
+
+    def varied(self) -> Documents:
+        """Return those documents in which no line repeats itself."""
+        kept = Documents()
+        for kind, found in vars(self).items():
+            getattr(kept, kind).update((text, value) for text, value in found.items() if normalise.is_varied(text))
+        return kept
 
 
 def read_documents(wheels: Path) -> tuple[Documents, Documents]:
@@ -64,7 +75,7 @@ def read_documents(wheels: Path) -> tuple[Documents, Documents]:
 
 def compose(documents: Documents, rng: random.Random) -> list[str]:
     """Return the training documents in random order, special tokens written out, without the closing one."""
-    texts = list(documents.modules) + FUNCTION_COPIES * list(documents.functions)
+    texts = list(documents.modules) + list(documents.classes) + FUNCTION_COPIES * list(documents.functions)
     texts += [text for text in documents.blocks if rng.random() < BLOCK_SHARE]
     for text, (request, signature) in documents.functions.items():
         if rng.random() < FIM_SHARE:
@@ -73,6 +84,23 @@ def compose(documents: Documents, rng: random.Random) -> list[str]:
             texts.append(_chat(text, request, signature, rng))
     rng.shuffle(texts)
     return texts
+
+
+def compose_finish(documents: Documents, rng: random.Random) -> list[str]:
+    """Return the documents of the last phase: files and classes, which beginnings of prompts resemble, weigh more."""
+    varied = documents.varied()
+    short = [text for text in varied.functions if text.count("\n") <= FINISH_LINES]
+    chosen = dict.fromkeys(rng.sample(short, min(len(short), FINISH_FUNCTIONS)))
+    blocks = [text for text in varied.blocks if text.count("\n") <= FINISH_LINES]
+    return compose(
+        Documents(
+            modules=varied.modules,
+            functions={text: varied.functions[text] for text in chosen},
+            classes=varied.classes,
+            blocks=dict.fromkeys(rng.sample(blocks, min(len(blocks), FINISH_BLOCKS))),
+        ),
+        rng,
+    )
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> np.ndarray:
@@ -128,10 +156,11 @@ def main() -> None:
     texts = compose(training, rng)
     tokenizer = train_tokenizer([*training.modules, *(text for text in texts if text.startswith(CHAT_START))])
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokens = encode(tokenizer, texts, rng)
-    np.savez_compressed(folder / "tokens.npz", tokens=tokens)
-    counts = f"{len(training.modules)} files, {len(training.functions)} functions, {len(training.blocks)} blocks"
-    print(f"{counts}; {len(texts)} documents, {len(tokens):,} tokens")
+    print(", ".join(f"{len(found)} {kind}" for kind, found in vars(training).items()))
+    for name, documents in (("tokens", texts), ("finish", compose_finish(training, rng))):
+        tokens = encode(tokenizer, documents, rng)
+        np.savez_compressed(folder / f"{name}.npz", tokens=tokens)
+        print(f"{name}.npz: {len(documents)} documents, {len(tokens):,} tokens")
 
 
 if __name__ == "__main__":

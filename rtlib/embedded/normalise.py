@@ -53,6 +53,13 @@ def is_plain(text: str) -> bool:
     return max((len(list(run)) for _, run in itertools.groupby(beginnings)), default=0) <= MAX_REPEATS
 
 
+def is_varied(text: str) -> bool:
+    """Return whether no line but a short one, or one that leaves a function, stands in text twice."""
+    lines = [line.strip() for line in text.splitlines()]
+    counted = [line for line in lines if len(line) >= BEGINNING and not line.startswith(("return", "raise"))]
+    return len(set(counted)) == len(counted)
+
+
 def module_text(tree: ast.Module) -> str | None:
     """Return a file without its long or repetitive statements, or None when little is left of it."""
     kept = ast.Module([node for node in map(_trim, tree.body) if node is not None], [])
@@ -70,6 +77,15 @@ def function_texts(tree: ast.Module) -> Iterator[tuple[str, str]]:
             text = ast.unparse(node) + "\n"
             if _is_short(text):
                 yield f"{node.name}({ast.unparse(node.args)})", text
+
+
+def class_texts(tree: ast.Module) -> Iterator[str]:
+    """Yield the text of each short plain top-level class, its long and repetitive members left out."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and (trimmed := _trim(node)) is not None:
+            text = ast.unparse(trimmed) + "\n"
+            if _is_short(text):
+                yield text
 
 
 def block_texts(tree: ast.Module) -> Iterator[str]:

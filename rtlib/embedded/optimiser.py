@@ -34,9 +34,8 @@ class Optimiser:
         self.groups: dict[tuple[int, int], list[Tensor]] = {}
         for matrix in matrices:
             self.groups.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
-        self.momenta = {
-            key: torch.zeros(len(group), *key, device=group[0].device) for key, group in self.groups.items()
-        }
+        device = next(network.parameters()).device
+        self.momenta = {key: torch.zeros(len(group), *key, device=device) for key, group in self.groups.items()}
         self.others = [p for name, p in network.named_parameters() if p.dim() == 1 or "embed" in name]
         self.first = [torch.zeros_like(p) for p in self.others]
         self.second = [torch.zeros_like(p) for p in self.others]

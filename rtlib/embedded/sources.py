@@ -12,10 +12,9 @@ from pathlib import Path
 
 PYTHON_VERSION = "3.11.7"  # its standard library is read, and its `ast` writes the normalised text
 # tests repeat themselves, vendored code has other licences and is there twice, and encodings are tables
-SKIPPED_FOLDERS = frozenset(
-    "test tests testing idle_test _vendor vendor vendored extern externals third_party site-packages encodings locale "
-    "locales locale-data pydoc_data lib2to3 migrations examples".split()
-)
+SKIPPED_FOLDERS = {"test", "tests", "testing", "idle_test", "_vendor", "vendor", "vendored", "extern", "externals"}
+SKIPPED_FOLDERS |= {"third_party", "site-packages", "encodings", "locale", "locales", "locale-data", "pydoc_data"}
+SKIPPED_FOLDERS |= {"lib2to3", "migrations", "examples"}
 
 
 @dataclass(frozen=True)

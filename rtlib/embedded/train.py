@@ -21,7 +21,7 @@ from rtlib.embedded.vocabulary import CHAT_END
 
 WARM_UP = 0.01  # of the run; the learning rate rises to its peak
 DECAY = 0.60  # of the run, at its end; the learning rate falls to zero in a straight line
-START_SHARE = 0.5  # of the training windows begin with a document, as a prompt does
+START_SHARE = 0.5  # of the windows begin with a document, as a prompt does; the others anywhere
 REPORT_SECONDS = 30.0
 
 
@@ -33,16 +33,32 @@ class Windows:
     starts: torch.Tensor  # int64, where documents begin
     length: int
     batch: int
+    start_share: float = START_SHARE
 
     def draw(self) -> torch.Tensor:
         """Return int64 [batch, length + 1]: inputs and, shifted by one, targets."""
         device = self.tokens.device
+        window = torch.arange(self.length + 1, device=device)
         anywhere = torch.randint(len(self.tokens) - self.length - 1, (self.batch,), device=device)
         documents = self.starts[torch.randint(len(self.starts), (self.batch,), device=device)]
-        at_start = torch.arange(self.batch, device=device) < START_SHARE * self.batch
+        at_start = torch.arange(self.batch, device=device) < self.start_share * self.batch
         begin = torch.where(at_start, documents, anywhere)
-        offsets = torch.arange(self.length + 1, device=device)
-        return self.tokens[begin[:, None] + offsets].long()
+        return self.tokens[begin[:, None] + window].long()
+
+    def draw_starts(self, count: int, length: int) -> torch.Tensor:
+        """Return int64 [count, length]: the beginnings of documents."""
+        device = self.tokens.device
+        begin = self.starts[torch.randint(len(self.starts), (count,), device=device)]
+        return self.tokens[begin[:, None] + torch.arange(length, device=device)].long()
+
+
+def read_windows(
+    corpus: Path, name: str, tokenizer: Tokenizer, length: int, batch: int, device: torch.device
+) -> Windows:
+    """Return windows over a token file of the corpus, held on the device."""
+    tokens = torch.from_numpy(np.load(corpus / name)["tokens"].astype(np.int32)).to(device)
+    ends = (tokens == tokenizer.token_to_id(END_OF_TEXT)).nonzero()[:, 0]
+    return Windows(tokens, ends[ends < len(tokens) - length - 2] + 1, length, batch)
 
 
 def learning_rate(peak: float, progress: float) -> float:
@@ -120,11 +136,8 @@ def train(network: Network, windows: Windows, tokenizer: Tokenizer, options: arg
             tokens = step * windows.batch * windows.length
             held_out = held_out_loss(network, tokenizer)
             save_file(network.tensors(), options.out / "model.safetensors", metadata={"format": "pt"})
-            print(
-                f"step {step}, {now - began:.0f} s, {tokens / 1e6:.0f} M tokens, {tokens / (now - began) / 1e6:.2f} M/s,"
-                f" loss {loss.item():.4f}, held out {held_out:.4f}",
-                flush=True,
-            )
+            progress_line = f"step {step}, {now - began:.0f} s, {tokens / 1e6:.0f} M tokens"
+            print(f"{progress_line}, loss {loss.item():.4f}, held out {held_out:.4f}", flush=True)
 
 
 def read_options() -> argparse.Namespace:
@@ -154,12 +167,10 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     device = torch.device(options.device)
     tokenizer = Tokenizer.from_file(str(options.corpus / "tokenizer.json"))
-    tokens = torch.from_numpy(np.load(options.corpus / "tokens.npz")["tokens"].astype(np.int32)).to(device)
     network = Network(Shape(layers=options.layers, intermediate=options.intermediate)).to(device)
-    ends = (tokens == tokenizer.token_to_id(END_OF_TEXT)).nonzero()[:, 0]
-    starts = ends[ends < len(tokens) - network.shape.positions - 2] + 1
-    print(f"{sum(p.numel() for p in network.parameters()):,} parameters, {len(tokens):,} tokens", flush=True)
-    train(network, Windows(tokens, starts, network.shape.positions, options.batch), tokenizer, options)
+    windows = read_windows(options.corpus, "tokens.npz", tokenizer, network.shape.positions, options.batch, device)
+    print(f"{sum(p.numel() for p in network.parameters()):,} parameters, {len(windows.tokens):,} tokens", flush=True)
+    train(network, windows, tokenizer, options)
     torch.set_float32_matmul_precision("highest")
     print(f"held-out loss in float32: {held_out_loss(network, tokenizer):.4f}")
     report_prompts(network, tokenizer)
