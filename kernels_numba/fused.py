@@ -133,16 +133,17 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
     """RMSNorm, the gate and up projections and SwiGLU for one token, rounded for the down projection.
 
     Arguments of the kernel: codes, scales_zeros, x float32 [K], weight float32 [K], eps, values (the rounded vector of
-    N / 2 as uint8 for int8, else uint16), pairs float32 [N / 64 * 2]. A block owns 32 pairs: one block of activations.
+    N / 2 as uint8 for int8, else uint16), pairs float32 [N / 64 * 2]. A warp rounds 32 pairs: one block of activations.
     """
     n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
     lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
     words, floats = staged_size(k, form)
     per_block = shape.teams * rounds
     slots = 2 * split * per_block
-    if per_block != BLOCK or 2 * stride != n:
+    if per_block % BLOCK or all_pairs % per_block or 2 * stride != n:
         raise KernelError(
-            f"{shape} has {per_block} pairs a block, expected {BLOCK} of a gate and its up, {n // 2} apart"
+            f"{shape} has {per_block} pairs a block, expected a multiple of {BLOCK} that divides all, "
+            f"of a gate and its up, {n // 2} apart"
         )
 
     @cuda.jit
@@ -185,20 +186,20 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
         if dependent:
             launch_dependents()
         cuda.syncthreads()
-        if tid < uint32(32):
+        if tid < uint32(per_block):  # whole warps
             gate, up = gathered(sums, tid, split)
             h = swiglu(gate, up)
             absmax = lanes_max(fabs(h))
             bits = round_bits(float32(h * block_factor(absmax, form)), form)
             total = lanes_sum(bits_value(bits, form), 32)
-            at = uint32(uint32(block * uint32(32)) + tid)
+            at = uint32(uint32(block * uint32(per_block)) + tid)
             if form == INT8:
                 values[at] = uint8(bits)
             else:
                 values[at] = uint16(bits)
-            if tid == uint32(0):
-                scale = block_scale(absmax, form)
-                pairs[uint32(block * uint32(2))] = scale
-                pairs[uint32(uint32(block * uint32(2)) + uint32(1))] = float32(scale * total)
+            if uint32(tid & uint32(31)) == uint32(0):
+                scale, to = block_scale(absmax, form), uint32(at >> uint32(4))  # two floats for each 32
+                pairs[to] = scale
+                pairs[uint32(to + uint32(1))] = float32(scale * total)
 
     return gate_up

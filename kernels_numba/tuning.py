@@ -39,5 +39,5 @@ def choose(n: int, k: int, group: int, stride: int = 1, multiprocessors: int = 1
 
 def _for_simulator(n: int, k: int, group: int, stride: int, pairs_per_block: int) -> Shape:
     """A lane a pair: every lane has work and none waits for another, which is what costs time there."""
-    warps = pairs_per_block // 32 or min(4, -(-n // 64))
+    warps = 4 if pairs_per_block else min(4, -(-n // 64))
     return Shape(n, k, group, stride, lanes=1, split=1, warps=warps)

@@ -157,7 +157,7 @@ def test_gate_up_rounds_for_down(form):
 def test_shapes_that_cannot_be_served():
     with pytest.raises(KernelError, match="multiple of 128"):
         Shape(8, 100)
-    with pytest.raises(KernelError, match="32 of a gate and its up"):
+    with pytest.raises(KernelError, match="multiple of 32 that divides all"):
         make_gate_up(Shape(256, 128, stride=128, lanes=32, warps=1), FORMS["int8"])
 
 
