@@ -78,7 +78,7 @@ class Bench:
 
     def __init__(self, runtime: Runtime, tokens: int = TOKENS):
         self.runtime, self.model, self.tokens = runtime, runtime.model, tokens
-        self.step = [*self.model.forward_step, self.model.choose_greedily]
+        self.step = self.model.step
 
     def decode(self, context: int) -> dict[str, Any]:
         """Milliseconds per token at a context, eager and as graphs of 16 steps, with the spread (quartiles)."""

@@ -22,8 +22,9 @@ from kernels_numba.launching import Launch
 from kernels_numba.paged_attention import WARPS, make_paged_attention, plan_attention
 from kernels_numba.ring_attention import THREADS as RING_THREADS
 from kernels_numba.ring_attention import make_ring_attention
-from kernels_numba.sampling import MAX_STOP_IDS, THREADS, make_argmax
+from kernels_numba.sampling import MAX_STOP_IDS
 from kernels_numba.tuning import choose
+from rtlib.choosing import Chooser
 from rtlib.config import ModelConfig
 from rtlib.errors import ConfigError
 from rtlib.pages import PAGE_SIZE
@@ -78,7 +79,7 @@ class State:
 
     def __init__(self, options: Options):
         self.token, self.position = memory.filled(1, np.int32), memory.filled(1, np.int32)
-        self.history = memory.filled(options.max_context + 1, np.int32, -1)
+        self.history = memory.filled(options.max_context + 2, np.int32, -1)
         self.status, self.stop_ids = memory.filled(1, np.int32), memory.filled(MAX_STOP_IDS, np.int32, -1)
         self.limit = memory.filled(1, np.int32, options.max_context + 1)
         self.block_table = memory.filled(options.pages, np.int32, -1)
@@ -88,12 +89,8 @@ class State:
         memory.overwrite(getattr(self, name), np.array(values, np.int32))
 
     def read_history(self, start: int, count: int) -> np.ndarray:
-        """Returns `count` tokens from position `start` on."""
+        """Returns `count` tokens from position `start` on, after all launches before it."""
         return memory.download(self.history[start : start + count])
-
-    def get(self, name: str) -> int:
-        """The first value of one buffer, after all launches before it."""
-        return int(memory.download(getattr(self, name)[:1])[0])
 
 
 class Model:
@@ -106,7 +103,9 @@ class Model:
         self._make_buffers(self.config, options)
         self._upload(weights)
         self.forward_step = self._forward_launches()
-        self.choose_greedily = self._argmax_launch()
+        dependent = bool(self._dependent())
+        self.chooser = Chooser(self.config.vocab_size, self.logits, self.state, self.multiprocessors, dependent)
+        self.step = [*self.forward_step, *self.chooser.step]
 
     # buffers
 
@@ -246,17 +245,6 @@ class Model:
             no_floats if raw is None else raw, no_floats if norm is None else norm, self._eps, y,
         )  # fmt: skip
 
-    def _argmax_launch(self) -> Launch:
-        blocks = max(1, min(self.multiprocessors, self.config.vocab_size // (4 * THREADS)))
-        kernel = make_argmax(self.config.vocab_size, blocks, self._dependent())
-        state = self.state
-        return self._launch(
-            kernel, blocks, THREADS,
-            self.logits,
-            memory.filled(blocks, np.float32), memory.filled(blocks, np.uint32), memory.filled(1, np.uint32),
-            state.token, state.position, state.history, state.status, state.limit, state.stop_ids,
-        )  # fmt: skip
-
     # what it weighs
 
     def kernel_groups(self, context: int) -> list[tuple[str, list[Launch], int]]:
@@ -268,7 +256,7 @@ class Model:
         cache = 2 * 2 * config.num_kv_heads * config.head_dim * (context + 1)
         groups.append(("attention", by_kind[1], cache))
         groups.append(("head", self.forward_step[-1:], _linear_bytes(self.head)))
-        return [*groups, ("argmax", [self.choose_greedily], 4 * config.vocab_size)]
+        return [*groups, ("choose", self.chooser.step, 4 * config.vocab_size)]
 
 
 def _linear_bytes(linear: DeviceLinear) -> int:

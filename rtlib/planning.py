@@ -90,9 +90,9 @@ def workspace_bytes(config: ModelConfig, options: Options, group: int, multiproc
     """Return the bytes of everything else that grows with model or context: RoPE tables, activations, partials."""
     hidden, inner, query = config.hidden_size, config.intermediate_size, config.query_size
     tables = 2 * 4 * (config.head_dim // 2) * options.max_context
-    state = 4 * (options.max_context + 1 + options.pages)
+    state = 4 * (options.max_context + 2 + options.pages)
     inner_blocks = inner // 32
-    step = 4 * (hidden + 2 * query + config.vocab_size) + inner_blocks * (
+    step = 4 * (hidden + 2 * query + 4 * config.vocab_size) + inner_blocks * (
         4 * words_per_block(FORMS[options.activation]) + 8
     )
     attention = plan_attention(

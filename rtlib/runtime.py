@@ -12,7 +12,7 @@ import numpy as np
 
 from kernels_numba import device_memory, stage
 from kernels_numba.launching import Graph, run_all
-from kernels_numba.sampling import NOT_FINITE, RUNNING
+from kernels_numba.sampling import NOT_FINITE
 from rtlib.chat import ChatTemplate, Message
 from rtlib.config import ModelConfig
 from rtlib.errors import ContextFullError, OutOfMemoryError, PromptError, RtlibError
@@ -78,16 +78,19 @@ class Runtime:
         Raises PromptError for an empty prompt or unknown ids, ContextFullError for one that does not fit; the sequence
         before is given up only once the prompt is known to be right.
         """
-        model, ids = self._open(), self._checked(ids)
+        self._start(self._checked(ids))
+        return self._logits()
+
+    def _start(self, ids: list[int]) -> None:
+        """Runs a prompt as a fresh sequence; on the GPU without waiting for it."""
+        model = self._open()
         self._forget()
         self._sequence += 1
         self._table.append(len(ids))
         self._send_table()
         self._prefill.run(ids)
         model.state.set("position", len(ids) - 1)
-        logits = self._logits()
         self._ids = list(ids)  # last, so that a prefill that was interrupted leaves no sequence
-        return logits
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns the logits of its position, float32 [vocab].
@@ -145,7 +148,8 @@ class Runtime:
     def _tokens(self, ids: list[int], params: SamplingParams, stats: GenerationStats, started: float) -> Iterator[int]:
         """The ids of a completion, a stop id included."""
         sampler = Sampler(params)
-        token = sampler.next_id(self.prefill(ids), self._ids, len(ids))
+        self._start(ids)
+        token = self._first_token(sampler)
         stats.ttft_ms, stats.new_tokens = (time.perf_counter() - started) * 1e3, 1
         last, own = token, self._sequence
         yield token
@@ -170,36 +174,46 @@ class Runtime:
         return stats.finish_reason is not None
 
     def _next_tokens(self, token: int, sampler: Sampler, prompt_length: int, wanted: int) -> list[int]:
-        """One or more tokens after `token`: a batch of steps on the device where no host sampler is needed."""
-        params = sampler.params
-        greedy = params.choose is None and np.float32(params.temperature) == 0 and params.repetition_penalty == 1
-        if not greedy or self.stage == "sim":
+        """One or more tokens after `token`: a batch of steps on the device, or one by the user's own sampler."""
+        if sampler.params.choose is not None:
             return [sampler.next_id(self.decode(token), self._ids, prompt_length)]
-        return self._greedy_steps(token, () if params.ignore_stop else tuple(self.stop_ids), wanted)
+        return self._steps(token, wanted)
 
-    def _greedy_steps(self, token: int, stop_ids: tuple[int, ...], wanted: int) -> list[int]:
-        """Steps of forward and argmax without the host between them, then one copy of what they chose."""
+    def _first_token(self, sampler: Sampler) -> int:
+        """The token behind the prompt that has just run."""
+        model, stop_ids = self._open(), () if sampler.params.ignore_stop else tuple(self.stop_ids)
+        if sampler.params.choose is not None:
+            return sampler.next_id(self._logits(), self._ids, len(self._ids))
+        model.chooser.start(self._ids, sampler, stop_ids)
+        run_all(model.chooser.step)
+        return self._chosen(len(self._ids), 1)[0]
+
+    def _steps(self, token: int, wanted: int) -> list[int]:
+        """Decode steps without the host between them, then one copy of what they chose."""
         state, at = self._open().state, len(self._ids)
         steps = min(STEPS_PER_LAUNCH, wanted, self.options.max_context - at)
-        steps = steps if steps == STEPS_PER_LAUNCH else 1
+        steps = steps if steps == STEPS_PER_LAUNCH and self.stage == "gpu" else 1
         self._grow(steps)
         state.set("token", token)
         state.set("position", at)
-        state.set("status", RUNNING)
-        state.set("stop_ids", *(*stop_ids, *[-1] * (len(state.stop_ids) - len(stop_ids))))
         self.graph(steps).replay()
-        done = state.get("position") - at
-        if state.get("status") == NOT_FINITE:
-            raise RtlibError(f"a logit at position {at + done} is not finite; the weights or the kernels are damaged")
-        chosen = [int(t) for t in state.read_history(at + 1, done)]
+        chosen = self._chosen(at + 1, steps)
         self._ids += [token, *chosen[:-1]]
         return chosen
 
+    def _chosen(self, start: int, most: int) -> list[int]:
+        """The tokens that the device has chosen for positions from `start` on; fewer than `most` where it stopped."""
+        tokens = self._open().state.read_history(start, most + 1).tolist()
+        count = next(k for k, t in enumerate(tokens) if t < 0)
+        if tokens[count] == -1 - NOT_FINITE:
+            at = start + count - 1
+            raise RtlibError(f"a logit at position {at} is not finite; the weights or the kernels are damaged")
+        return tokens[:count]
+
     def graph(self, steps: int) -> Graph:
-        """The graph of `steps` decode steps with the argmax, captured when it is first asked for."""
+        """The graph of `steps` decode steps, captured when it is first asked for; it serves every sampler."""
         if steps not in self._graphs:
-            model = self._open()
-            self._graphs[steps] = Graph([*model.forward_step, model.choose_greedily], repeats=steps)
+            self._graphs[steps] = Graph(self._open().step, repeats=steps)
         return self._graphs[steps]
 
     # memory

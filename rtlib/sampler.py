@@ -1,12 +1,12 @@
 """From logits to the next token: greedy, or drawn with temperature, top-k, top-p and repetition penalty.
 
-The order is that of Hugging Face's processors: penalty, temperature, top-k, top-p, draw. After the exponential all is
-integer arithmetic, so that the result does not depend on the order in which a GPU's threads add.
+The order is that of Hugging Face's processors: penalty, temperature, top-k, top-p, draw. After the division all is
+integer arithmetic, so that `kernels_numba.sampling` and `drawing` give the same token on every GPU.
 
     logit   = logit / penalty if logit > 0 else logit * penalty      for every id in the sequence so far
-    x       = (logit - max(logit)) / temperature                     float32
-    weight  = floor(exp(x) * 2**30)                                  an integer, 2**30 for the likeliest
-    ranked  = by x, the largest first; the lower id first where two are equal
+    steps   = floor((max(logit) - logit) / temperature * 2**25)      float32, then an integer; 0 for the likeliest
+    weight  = floor(exp(-steps / 2**25) * 2**30)                     to a relative 2.1e-7; 2**30 for the likeliest
+    ranked  = by steps, the fewest first; the lower id first where two are equal
     top-k   = the first k of ranked
     top-p   = the shortest beginning of those whose weights add up to p24 * total >> 24, p24 = floor(top_p * 2**24)
     target  = u24 * total >> 24                                      of the kept; u24: 24 random bits
@@ -15,6 +15,7 @@ integer arithmetic, so that the result does not depend on the order in which a G
 
 from __future__ import annotations
 
+import math
 import numbers
 import secrets
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ import numpy as np
 from rtlib.errors import SamplingError
 
 WEIGHT_BITS = 30
+STEP_BITS = 25
+TAYLOR_DEGREE = 8
+MOST = 21  # exp(-21) * 2**30 is below 1
 FRACTION_BITS = 24  # of the random number and of top_p
 _MASK = 0xFFFFFFFF
 
@@ -118,14 +122,29 @@ def apply_penalty(logits: np.ndarray, ids: Sequence[int], penalty: float) -> np.
 
 def candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids that can be drawn, in rising order, and their weights, both int64; temperature above 0."""
-    with np.errstate(over="ignore", under="ignore"):  # far below the largest, -Inf and 0 are right
-        scaled = (logits - logits.max()) / np.float32(params.temperature)
-        weights = np.floor(np.exp(scaled) * np.float32(2**WEIGHT_BITS)).astype(np.int64)
+    with np.errstate(over="ignore"):  # far below the largest, Inf is right
+        scaled = (logits.max() - logits) / np.float32(params.temperature)
+    near = np.flatnonzero(scaled < MOST)
+    steps = (scaled[near] * np.float32(2**STEP_BITS)).astype(np.uint64)
+    weights = weights_of(steps)
     kept = np.flatnonzero(weights)
     if 0 < params.top_k < len(kept) or params.top_p < 1:
-        ranked = kept[np.argsort(-scaled[kept], kind="stable")]  # stable: equal ones stay in order of id
+        ranked = kept[np.argsort(steps[kept], kind="stable")]  # stable: equal ones stay in order of id
         kept = np.sort(_top_p(ranked[: params.top_k or None], weights, params.top_p))
-    return kept, weights[kept]
+    return near[kept], weights[kept]
+
+
+def weights_of(steps: np.ndarray) -> np.ndarray:
+    """Return floor(exp(-steps / 2**25) * 2**30), int64, to a relative 2.1e-7 and one unit, for uint64 below 21 * 2**25.
+
+    exp(-x) = 2**-n * 2**-f, n whole: f as a fraction of 32 bits through the Taylor polynomial of degree 8, by Horner.
+    """
+    product = steps * np.uint64(round(math.log2(math.e) * 2**31))  # of 2**-56
+    whole, fraction = product >> np.uint64(56), product >> np.uint64(24) & np.uint64(_MASK)
+    value = np.uint64(0)
+    for n in range(TAYLOR_DEGREE, -1, -1):
+        value = np.uint64(round(math.log(2) ** n / math.factorial(n) * 2**31)) - (value * fraction >> np.uint64(32))
+    return (value >> whole + np.uint64(1)).astype(np.int64)
 
 
 def _top_p(ranked: np.ndarray, weights: np.ndarray, top_p: float) -> np.ndarray:
@@ -140,8 +159,12 @@ def random_bits(seed: int, position: int) -> int:
     A counter in place of a state: a GPU thread can make the bits of any position. Three rounds of PCG's output
     permutation as a hash (Jarzynski and Olano, Hash Functions for GPU Rendering, 2020), all in 32 bits.
     """
-    key = _pcg(seed >> 32 & _MASK ^ _pcg(seed & _MASK))
-    return _pcg(_pcg(position & _MASK) ^ key) >> 32 - FRACTION_BITS
+    return _pcg(_pcg(position & _MASK) ^ random_key(seed)) >> 32 - FRACTION_BITS
+
+
+def random_key(seed: int) -> int:
+    """Return the 32 bits of a seed that its random numbers are made from."""
+    return _pcg(seed >> 32 & _MASK ^ _pcg(seed & _MASK))
 
 
 def _pcg(value: int) -> int:

@@ -136,6 +136,18 @@ def divide(a: Any, b: Any) -> np.float32:
     return np.float32(np.float32(a) / np.float32(b))
 
 
+@instruction("f32", "f32 f32", "mul.rn.f32 $out, $a, $b;")
+def multiply(a: Any, b: Any) -> np.float32:
+    """a * b rounded to nearest by itself, where the compiler would join numba's own product with a sum behind it."""
+    return np.float32(np.float32(a) * np.float32(b))
+
+
+@instruction("u32", "u32 u32", "mul.hi.u32 $out, $a, $b;")
+def mul_high(a: int, b: int) -> int:
+    """The upper half of a product of 64 bits: a * b / 2^32, rounded down."""
+    return a * b >> 32
+
+
 @instruction("f32", "f32 f32", "max.f32 $out, $a, $b;")
 def fmax(a: Any, b: Any) -> np.float32:
     """The larger of two floats; a NaN loses against a number."""

@@ -17,6 +17,7 @@ from numba import float32, int32, uint8, uint16, uint32
 from kernels_numba.activation import BF16, FP16, INT8
 from kernels_numba.ceilings import copy_words, read_words
 from kernels_numba.dequant import FLOAT16, make_dequantise
+from kernels_numba.drawing import make_draw
 from kernels_numba.embedding import make_embedding_rows
 from kernels_numba.errors import KernelError, StageError
 from kernels_numba.fused import make_gate_up, make_qkv
@@ -31,7 +32,7 @@ from kernels_numba.prefill_gemm import Tile, make_prefill_gemm
 from kernels_numba.ring_attention import make_ring_attention
 from kernels_numba.rope import make_rope_rows
 from kernels_numba.rows import make_round_rows
-from kernels_numba.sampling import make_argmax
+from kernels_numba.sampling import make_argmax, mark_seen
 from kernels_numba.swiglu import make_swiglu_rows
 from kernels_numba.teaching import faulty_attention, mended_attention
 
@@ -160,9 +161,19 @@ CASES = [
     Case(
         "argmax",
         lambda cc: make_argmax(152064, 132, int(cc >= (9, 0))),
-        (F, F, U, U, N, N, N, N, N, N),
+        (F, U, U, F, F, U, U, N, N, N, N, N, N),
         {"SHFL.BFLY": after(5), **DEPENDENT},
     ),
+    Case(
+        "draw",
+        lambda cc: make_draw(152064, 37, 1024, int(cc >= (9, 0))),
+        (F, U, U, F, U, U, U, U, N, N, N, N, N, N),
+        {"LDG.128": after(8), "SHFL.UP": after(5), **DEPENDENT},
+        registers=64,
+        wide=192,  # sums of weights have 48 bits
+        wide_newer=192,
+    ),
+    Case("mark_seen", lambda cc: mark_seen, (N, N, U, U)),
 ]
 COMBINATIONS = [(case, capability) for case in CASES for capability in case.capabilities]
 

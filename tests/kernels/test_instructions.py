@@ -175,6 +175,8 @@ ARITHMETIC = [
     ("exp2", floats, np.float32, lambda x: np.exp2(x.astype(np.float64)).astype(np.float32), 2.0**-22),
     ("rsqrt", floats, np.float32, lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32), 2.0**-22),
     ("divide", floats, np.float32, lambda a, b: a / b, 0),
+    ("multiply", floats, np.float32, lambda a, b: a * b, 0),
+    ("mul_high", words, np.uint32, lambda a, b: a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32), 0),
     ("fmax", floats, np.float32, np.fmax, 0),
     ("fabs", floats, np.float32, np.abs, 0),
 ]

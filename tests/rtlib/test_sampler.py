@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtlib.errors import SamplingError
-from rtlib.sampler import Sampler, SamplingParams, apply_penalty, candidates, random_bits
+from rtlib.sampler import Sampler, SamplingParams, apply_penalty, candidates, random_bits, weights_of
 
 VOCAB = 50
 
@@ -128,9 +128,10 @@ def test_minus_infinity_is_a_ban():
 
 def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> dict[int, int]:
     """The documented steps as a loop over tokens, with exact fractions for what is exact."""
-    scaled = (logits - logits.max()) / np.float32(temperature)
-    weights = {i: int(np.floor(np.exp(x) * np.float32(2**30))) for i, x in enumerate(scaled)}
-    ranked = sorted((i for i in weights if weights[i]), key=lambda i: (-scaled[i], i))
+    scaled = (logits.max() - logits) / np.float32(temperature)
+    steps = {i: int(x * np.float32(2**25)) for i, x in enumerate(scaled) if x < 21}
+    weights = {i: int(weights_of(np.array([n], np.uint64))[0]) for i, n in steps.items()}
+    ranked = sorted((i for i in weights if weights[i]), key=lambda i: (steps[i], i))
     ranked = ranked[: top_k or None]
     needed = math.floor(Fraction(int(top_p * 2**24) * sum(weights[i] for i in ranked), 2**24))
     kept, running = {}, 0
@@ -152,6 +153,14 @@ def test_candidates_equal_the_plain_loop(values, temperature, top_k, top_p):
     logits = np.array(values, np.float32)
     kept, weights = candidates(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
     assert dict(zip(kept.tolist(), weights.tolist(), strict=True)) == reference(logits, temperature, top_k, top_p)
+
+
+def test_weights_are_the_exponential(rng):
+    steps = np.unique(np.r_[0, 1, 21 * 2**25 - 1, rng.integers(0, 21 * 2**25, 20_000)]).astype(np.uint64)
+    exact = np.exp(-steps.astype(np.float64) / 2**25) * 2**30
+    # the polynomial leaves out at most ln(2)^9 / 9! = 1.02e-7, where its value is at least a half
+    assert (np.abs(weights_of(steps) - exact) <= 2.1e-7 * exact + 1).all()
+    assert weights_of(np.array([0], np.uint64)) == 2**30
 
 
 def test_draws_follow_the_softmax(logits):
