@@ -119,8 +119,7 @@ class Runtime:
         params = params or SamplingParams()
         started = time.perf_counter()
         self._open()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        ids = self._checked(ids)
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         return self._complete(ids, params, started)
 
     def chat(self, messages: list[Message], params: SamplingParams | None = None) -> Iterator[str]:
