@@ -4,6 +4,8 @@ int8: codes rint(x * (127 / absmax)), scale absmax / 127. fp16: x over a power o
 bf16: x rounded, scale 1. Beside the values stand, for each 32, the scale and scale * sum(values), which a weight's zero
 point needs: sum(s * (q - z) * x) = s * (sum(q * x) - z * sum(x)).
 
+A NaN or infinity among them gives a product that is NaN: int8 has no code for it, so the scale carries it.
+
 Values are words (uint32): four int8 codes, or two halves. Pairs are float32 (scale, scale * sum).
 """
 
@@ -14,10 +16,8 @@ from numba import cuda, float32, int32, uint32
 from kernels_numba.instructions.arithmetic import (
     bits_float,
     divide,
-    fabs,
     float_bits,
     floats_half2,
-    fmax,
     half2_floats,
     round_int,
 )
@@ -43,10 +43,28 @@ def bf16_bits(x):
 
 
 @cuda.jit(device=True)
+def magnitude(x):
+    """|x| as an integer in the order of the numbers, NaN above all: a maximum of floats would lose a NaN."""
+    return int32(uint32(float_bits(x) & uint32(0x7FFFFFFF)))
+
+
+@cuda.jit(device=True)
+def larger(value, hop):
+    """The larger of a lane's magnitude and that of the lane `hop` away."""
+    return max(value, int32(cuda.shfl_xor_sync(ALL_LANES, value, hop)))
+
+
+@cuda.jit(device=True)
+def lanes_absmax(x):
+    """The largest |x| of a warp, in every lane; NaN if there is one."""
+    return bits_float(uint32(larger(larger(larger(larger(larger(magnitude(x), 16), 8), 4), 2), 1)))
+
+
+@cuda.jit(device=True)
 def block_factor(absmax, form):
     """What x is multiplied with before it is rounded."""
     if form == INT8:
-        return divide(float32(127.0), absmax) if absmax >= float32(SMALLEST) else float32(0.0)
+        return float32(0.0) if absmax < float32(SMALLEST) else divide(float32(127.0), absmax)
     if form == FP16 and absmax >= float32(SMALLEST):
         return bits_float(uint32(uint32(254 << 23) - uint32(float_bits(absmax) & uint32(0x7F800000))))
     return float32(1.0)
@@ -56,7 +74,7 @@ def block_factor(absmax, form):
 def block_scale(absmax, form):
     """What a rounded value is multiplied with to give the activation."""
     if form == INT8:
-        return divide(absmax, float32(127.0)) if absmax >= float32(SMALLEST) else float32(0.0)
+        return float32(0.0) if absmax < float32(SMALLEST) else divide(absmax, float32(127.0))
     if form == FP16 and absmax >= float32(SMALLEST):
         return bits_float(uint32(float_bits(absmax) & uint32(0x7F800000)))
     return float32(1.0)
@@ -89,10 +107,8 @@ def round_four(a, b, c, d, form):
 
     Gives (first word, second word, scale, scale * sum); int8 has one word per lane, the others two.
     """
-    absmax = fmax(fmax(fabs(a), fabs(b)), fmax(fabs(c), fabs(d)))
-    absmax = fmax(absmax, cuda.shfl_xor_sync(ALL_LANES, absmax, 1))
-    absmax = fmax(absmax, cuda.shfl_xor_sync(ALL_LANES, absmax, 2))
-    absmax = fmax(absmax, cuda.shfl_xor_sync(ALL_LANES, absmax, 4))
+    largest = max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d)))
+    absmax = bits_float(uint32(larger(larger(larger(largest, 1), 2), 4)))
     factor = block_factor(absmax, form)
     p, q = round_bits(float32(a * factor), form), round_bits(float32(b * factor), form)
     r, s = round_bits(float32(c * factor), form), round_bits(float32(d * factor), form)

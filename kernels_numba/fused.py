@@ -6,13 +6,13 @@ import functools
 
 from numba import cuda, float32, uint8, uint16, uint32
 
-from kernels_numba.activation import BLOCK, INT8, bits_value, block_factor, block_scale, round_bits
+from kernels_numba.activation import BLOCK, INT8, bits_value, block_factor, block_scale, lanes_absmax, round_bits
 from kernels_numba.errors import KernelError
 from kernels_numba.gemv import Shape, block_pair_sums, first_loads, first_row, gathered
-from kernels_numba.instructions.arithmetic import divide, exp2, fabs, floats_half2
+from kernels_numba.instructions.arithmetic import divide, exp2, floats_half2
 from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
 from kernels_numba.int4_dot import LOP3
-from kernels_numba.reduce import lanes_max, lanes_sum
+from kernels_numba.reduce import lanes_sum
 from kernels_numba.staging import inverse_rms, round_vector, staged_size
 
 
@@ -189,7 +189,7 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
         if tid < uint32(per_block):  # whole warps
             gate, up = gathered(sums, tid, split)
             h = swiglu(gate, up)
-            absmax = lanes_max(fabs(h))
+            absmax = lanes_absmax(h)
             bits = round_bits(float32(h * block_factor(absmax, form)), form)
             total = lanes_sum(bits_value(bits, form), 32)
             at = uint32(uint32(block * uint32(per_block)) + tid)

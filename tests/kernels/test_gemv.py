@@ -105,6 +105,17 @@ def test_one_outlier_stays_in_its_block():
     assert (np.abs(y - x) <= 0.5 * steps + 1e-3 * np.abs(x) + 1e-6).all()
 
 
+@pytest.mark.parametrize("form", ["int8", "fp16", "bf16"])
+@pytest.mark.parametrize("source", [RAW, NORMED])
+@pytest.mark.parametrize("damage", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_no_number_does_not_vanish_in_rounding(form, source, damage):
+    weight, x, norm = made(8, 128)
+    x[37] = damage
+    with np.errstate(invalid="ignore"):  # the rounding in NumPy, which these sources do not read
+        y = run_gemv(Shape(8, 128, lanes=4, warps=1), weight, x, norm, form, source, STORE)
+    assert not np.isfinite(y).any()
+
+
 def test_qkv_appends_through_the_table():
     heads, kv_heads, head_dim, page = 4, 2, 32, 4
     n, k, position = (heads + 2 * kv_heads) * head_dim, 128, 9
