@@ -22,7 +22,7 @@ from kernels_numba.errors import KernelError
 from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
 
 WARPS = 8
-LEAST = 128  # tokens of a split: fewer cost more in the merge than they save
+LEAST = 64  # tokens of a split: fewer cost more in the merge than they save
 MOST_SPLITS = 128
 
 

@@ -116,7 +116,7 @@ def test_a_nan_in_use_is_seen_in_its_own_heads_alone(rng):
 def test_the_plan_gives_each_multiprocessor_a_block():
     plan = plan_attention(28, 4, 128, 16, 16384, 132)
     assert (plan.grid, plan.tickets, plan.workspace) == ((4, 33), 4, 4 * 33 * 8 * 130)
-    assert plan_attention(28, 4, 128, 16, 256, 132).splits == 2  # no more than there are tokens for
+    assert plan_attention(28, 4, 128, 16, 128, 132).splits == 2  # no more than there are tokens for
     assert plan_attention(4, 2, 32, 16, 512, 1).splits == 1
 
 
