@@ -5,9 +5,6 @@ On the GPU times are medians between CUDA events, after warm-up; on sim the same
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -15,62 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from kernels_numba import ceilings, stage
-from kernels_numba import device_memory as memory
-from kernels_numba.launching import Graph, Launch, run_all
+from kernels_numba import stage
+from kernels_numba.launching import Graph, run_all
+from rtlib.measuring import describe_machine, elapsed_us, measure_ceilings
 from rtlib.runtime import Runtime
 
 CONTEXTS = (512, 4096, 16384)
 PROMPTS = (128, 512, 2048, 8192)
 TOKENS = 128
-CEILING_BYTES = 2**30  # twenty times an H200's L2
-
-
-def elapsed_us(work: Callable[[], None], repeats: int) -> list[float]:
-    """Microseconds of each of `repeats` runs of `work`, between events on its stream, after one run to warm up."""
-    from numba import cuda
-
-    work()
-    times = []
-    for _ in range(repeats):
-        begin, end = cuda.event(), cuda.event()
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(cuda.event_elapsed_time(begin, end) * 1e3)
-    return times
-
-
-def measure_ceilings(nbytes: int = CEILING_BYTES) -> dict[str, float]:
-    """The memory's copy and read rates in 10^9 bytes per second, the copy's bytes counted twice."""
-    quads = nbytes // 16
-    source, target = memory.empty(nbytes // 4, np.uint32), memory.empty(nbytes // 4, np.uint32)
-    blocks = 16 * stage.multiprocessors()
-    copy = Launch(ceilings.copy_words, blocks, ceilings.THREADS, source, target, np.uint32(quads))
-    read = Launch(ceilings.read_words, blocks, ceilings.THREADS, source, target, np.uint32(quads))
-    return {
-        "copy": 2 * nbytes / statistics.median(elapsed_us(copy.run, 10)) / 1e3,
-        "read": nbytes / statistics.median(elapsed_us(read.run, 10)) / 1e3,
-    }
-
-
-def describe_machine() -> dict[str, Any]:
-    """GPU, driver, versions and date, to stand beside every recorded figure."""
-    versions = {}
-    for package in ("numba", "numba-cuda", "cuda-core", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    found = {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "versions": versions}
-    if stage.name == "sim":
-        return found | {"stage": "sim"}
-    from rtlib.driver import query_driver
-
-    driver = query_driver()
-    gpu = driver.gpus[0]
-    return found | {"stage": "gpu", "gpu": gpu.name, "capability": gpu.compute_capability, "cuda": driver.cuda_version}
 
 
 class Bench:

@@ -18,6 +18,7 @@ from rtlib.config import ModelConfig
 from rtlib.errors import ContextFullError, OutOfMemoryError, PromptError, RtlibError
 from rtlib.generation import GenerationStats
 from rtlib.loading import Loaded, load
+from rtlib.measuring import read_ceiling
 from rtlib.model import Model, Options
 from rtlib.pages import BlockTable, PagePool
 from rtlib.planning import explain, require
@@ -47,6 +48,7 @@ class Runtime:
         self._model, self._prefill = _build(loaded.weights, options, free)
         self.device_bytes = None if free is None else free - device_memory.free_bytes()
         self._table = BlockTable(PagePool(options.pages, options.page_size), options.max_context)
+        self._ceiling = read_ceiling()
         self._graphs: dict[int, Graph] = {}
         self._ids: list[int] = []
         self._sequence = 0  # counts prefills, so that an iterator knows whether the sequence is still its own
@@ -127,7 +129,7 @@ class Runtime:
         return self.generate(ChatTemplate.open(self._folder, self.tokenizer).encode(messages), params)
 
     def _complete(self, ids: list[int], params: SamplingParams, started: float) -> Iterator[str]:
-        stats = self.last_stats = GenerationStats(prompt_tokens=len(ids))
+        stats = self.last_stats = GenerationStats(len(ids), ceiling_gb_per_s=self._ceiling)
         decoder = StreamDecoder(self.tokenizer, skip_control=True)
         own = self._sequence + 1  # the number that its prefill will give
         try:
