@@ -61,7 +61,7 @@ class Bench:
         return spent * 1e6 / len(self.step)
 
     def kernels(self, context: int, ceiling: float) -> list[dict[str, Any]]:
-        """Each kernel of a step over all layers, as a graph: launches, bytes, microseconds, rate, share of the ceiling."""
+        """Each kernel of a step over all layers, as a graph: launches, bytes, time, rate, share of the ceiling."""
         rows = []
         for name, launches, nbytes in self.model.kernel_groups(context):
             self._at(context)
