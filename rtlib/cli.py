@@ -7,18 +7,21 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kernels_numba.errors import KernelError, StageError
-from rtlib.errors import RtlibError
+from rtlib.errors import ContextFullError, RtlibError
 
 PROMPT = "def fibonacci(n):"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 130 after Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" in its place
     try:
+        options = _parser().parse_args(arguments)
         return options.run(options) or 0
     except (RtlibError, StageError, KernelError) as error:
         print(f"rtlib: {error}", file=sys.stderr)
@@ -31,8 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RtlibError(f"{message}; see {self.prog} --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rtlib", description=(__doc__ or "").split(":")[0] + ".")
+    parser = _Parser(prog="python -m rtlib", description=(__doc__ or "").split(":")[0] + ".")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = _command(commands, "generate", _generate, "complete a prompt")
     generate.add_argument("prompt", nargs="?", default=PROMPT, help="the text to complete (default: %(default)r)")
@@ -51,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--overwrite", action="store_true", help="replace a folder that holds a packed model")
     bench = _command(commands, "bench", _bench, "measure decode and prefill")
     _add_model(bench)
-    bench.add_argument("--contexts", type=int, nargs="+", default=None, help="positions before the measured tokens")
-    bench.add_argument("--tokens", type=int, default=None, help="tokens measured at each context")
+    bench.add_argument("--contexts", type=_count, nargs="+", default=None, help="positions before the measured tokens")
+    bench.add_argument("--tokens", type=_count, default=None, help="tokens measured at each context")
     _command(commands, "check", _check, "check Python, numba, driver, GPU and memory, and say which stage will be used")
     return parser
 
@@ -60,8 +70,22 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, run: Callable, about: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
     command.set_defaults(run=run)
-    command.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    command.add_argument("--json", type=_new_file, metavar="FILE", help="also write the results to FILE")
     return command
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _new_file(text: str) -> Path:
+    """A path that can be written: found out before the work is done, not after it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in a folder that does not exist")
+    return path
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -110,8 +134,9 @@ def _sampling(options: argparse.Namespace) -> Any:
 def _generate(options: argparse.Namespace) -> None:
     params = _sampling(options)
     with _load(options) as runtime:
+        pieces = runtime.generate(options.prompt, params)  # refuses a bad prompt before anything is printed
         print(options.prompt, end="", flush=True)
-        text = _stream(runtime.generate(options.prompt, params))
+        text = _stream(pieces)
         _report(runtime, options, {"prompt": options.prompt, "text": text})
 
 
@@ -119,10 +144,17 @@ def _chat(options: argparse.Namespace) -> None:
     params = _sampling(options)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     with _load(options) as runtime:
-        for line in sys.stdin:
+        for line in _lines():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             messages.append({"role": "assistant", "content": _stream(runtime.chat(messages, params))})
         _report(runtime, options, {"messages": messages})
+
+
+def _lines() -> Iterator[str]:
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise RtlibError(f"standard input is not {error.encoding}: {error.reason} at byte {error.start}") from None
 
 
 def _stream(pieces: Iterator[str]) -> str:
@@ -137,6 +169,11 @@ def _stream(pieces: Iterator[str]) -> str:
 def _report(runtime: Any, options: argparse.Namespace, results: dict[str, Any]) -> None:
     print(f"[{runtime.stage}] {runtime.last_stats.summary()}", file=sys.stderr)
     _write(options.json, results | {"stage": runtime.stage, "stats": runtime.last_stats.to_dict()})
+    if runtime.last_stats.finish_reason == "context":
+        most = runtime.options.max_context
+        raise ContextFullError(
+            f"the context of {most} positions is full; ask for fewer tokens or a larger --max-context"
+        )
 
 
 def _write(path: Path | None, results: dict[str, Any]) -> None:
