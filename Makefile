@@ -1,6 +1,7 @@
 # make lab   sets up .venv and opens the notebooks in JupyterLab
 # make demo  sets up .venv and completes a prompt in the terminal
 # make test  sets up .venv, then lints and tests
+# make sanitize  sets up .venv, then runs every kernel under compute-sanitizer
 #
 # CUDA=sim|cu12|cu13 overrides what the driver suggests: the compiler packages of CUDA 12 or 13, or none.
 # PYTHON=python3.12 picks the interpreter, PROMPT="..." the demo's prompt.
@@ -16,7 +17,7 @@ endif
 # tests compile every kernel to SASS, which takes a compiler but no GPU; there is none for macOS
 TEST_CUDA = $(if $(filter-out sim,$(CUDA)),$(CUDA),$(if $(filter Darwin,$(shell uname -s)),sim,cu13))
 
-.PHONY: lab demo test lint clean
+.PHONY: lab demo test sanitize lint clean
 
 lab: $(VENV)/.ready-notebooks,$(CUDA)
 	$(VENV)/bin/jupyter lab $(wildcard notebooks)
@@ -26,6 +27,10 @@ demo: $(VENV)/.ready-$(CUDA)
 
 test: lint
 	$(VENV)/bin/python -m pytest
+
+# every kernel under compute-sanitizer, on a machine with a GPU and the CUDA toolkit
+sanitize: $(VENV)/.ready-test,$(CUDA)
+	$(VENV)/bin/python -m tests.gpu.sanitize
 
 lint: $(VENV)/.ready-notebooks,test,$(TEST_CUDA)
 	$(VENV)/bin/ruff check .
