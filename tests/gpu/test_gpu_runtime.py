@@ -16,6 +16,8 @@ from kernels_numba import device_memory, stage
 from kernels_numba.launching import run_all
 from rtlib import Runtime, SamplingParams
 from rtlib.config import ModelConfig
+from rtlib.errors import OutOfMemoryError
+from rtlib.planning import RESERVE, plan
 from rtlib.reference import ReferenceModel
 from rtlib.runtime import STEPS_PER_LAUNCH
 from rtlib.weights import random_weights
@@ -87,29 +89,30 @@ def test_a_users_sampler_gives_what_the_device_gives():
         assert "".join(runtime.generate(PROMPT, choose)) == on_device
 
 
+@pytest.fixture(scope="module")
+def seven():
+    """Two layers of the 7B's dimensions: weights, ids, and the reference's logits of each position."""
+    weights = random_weights(SEVEN)
+    ids = np.random.default_rng(5).integers(0, SEVEN.vocab_size, 1100).tolist()
+    return weights, ids, ReferenceModel(weights).logits(ids)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("activation", ["int8", "fp16", "bf16"])
 @pytest.mark.parametrize("attention", ["split", "ring"])
-def test_two_layers_of_the_seven_billion(activation, attention):
-    weights = random_weights(SEVEN)
-    ids = [i % SEVEN.vocab_size for i in range(7, 7 + 5 * 70, 5)]
-    expected = ReferenceModel(weights).logits(ids)
+def test_two_layers_of_the_seven_billion(seven, activation, attention):
+    weights, ids, expected = seven
     gate = GATES[activation]
-    with make_runtime(weights, max_context=512, activation=activation, attention=attention) as runtime:
-        judge_step(runtime.prefill(ids[:65]), expected[64], gate)
-        for at in range(65, 70):
-            judge_step(runtime.decode(ids[at]), expected[at], gate)
-        # a prompt that is one token long leaves nearly all work to decode
-        judge_step(runtime.prefill(ids[:1]), expected[0], gate)
-        for at in range(1, 20):
-            judge_step(runtime.decode(ids[at]), expected[at], gate)
+    with make_runtime(weights, max_context=2048, activation=activation, attention=attention) as runtime:
+        for prompt in (1, 65, 600):  # decode at once; after some pages; where the context is split
+            judge_step(runtime.prefill(ids[:prompt]), expected[prompt - 1], gate)
+            for at in range(prompt, prompt + 20):
+                judge_step(runtime.decode(ids[at]), expected[at], gate)
 
 
 @pytest.mark.timeout(400)
-def test_prompt_of_several_chunks_on_seven_billion_dimensions():
-    weights = random_weights(SEVEN)
-    ids = np.random.default_rng(5).integers(0, SEVEN.vocab_size, 1100).tolist()
-    expected = ReferenceModel(weights).logits(ids)
+def test_prompts_of_several_chunks_on_the_seven_billions_dimensions(seven):
+    weights, ids, expected = seven
     with make_runtime(weights, max_context=2048, activation="fp16") as runtime:
         for length in (511, 512, 513, 1100):
             judge_step(runtime.prefill(ids[:length]), expected[length - 1], GATES["fp16"])
@@ -156,9 +159,24 @@ def test_memory_comes_back_after_close():
 
 
 def test_planned_memory_covers_what_is_taken():
-    from rtlib.planning import RESERVE, plan
-
     options = {"max_context": 4096}
     with Runtime.load("synthetic:qwen2.5-coder-0.5b", **options) as runtime:
         planned = plan(runtime.config, runtime.options, runtime.model.group)
         assert planned.total - RESERVE - 64 * 2**20 <= runtime.device_bytes <= planned.total
+
+
+def test_out_of_device_memory_is_said_and_survived():
+    from numba import cuda
+
+    big = replace(SMALL, vocab_size=300_000, hidden_size=1024)
+    weights = random_weights(big)
+    hog = cuda.device_array(device_memory.free_bytes() - 100 * 2**20, np.uint8)  # another program, as it were
+    with pytest.raises(
+        OutOfMemoryError, match="GB of GPU memory needed at max_context 64 .* GB free; .*notebook kernels"
+    ):
+        make_runtime(weights)
+    del hog
+    gc.collect()
+    cuda.current_context().deallocations.clear()
+    with make_runtime(weights) as runtime:
+        assert np.isfinite(runtime.prefill([1, 2, 3])).all()
