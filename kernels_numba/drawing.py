@@ -173,23 +173,30 @@ def sum_below(value, sums, tid, threads):
 
 
 @cuda.jit(device=True)
+def reaches(by_weight, count, weight, more_count, more_weight, need):
+    """Whether a running sum that is below `need` reaches it with what comes next."""
+    before, after = count, int64(count + more_count)
+    if by_weight:
+        before, after = weight, int64(weight + more_weight)
+    return before < need and need <= after
+
+
+@cuda.jit(device=True)
 def find_bin(bins, by_weight, need, sums, found, tid, threads):
     """Where a running sum over the bins reaches `need`; found, shared: the bin, count and weight of those before it."""
     first, each = uint32(tid * uint32(BINS // threads)), BINS // threads
-    count, weight = int64(0), int64(0)
+    own_count, own_weight = int64(0), int64(0)
     for b in range(each):
-        count = int64(count + int64(bins[uint32(first + uint32(b))]))
-        weight = int64(weight + weight_in(bins, uint32(first + uint32(b))))
-    count, weight = sum_below(count, sums, tid, threads), sum_below(weight, sums, tid, threads)
-    for b in range(each):
-        at = uint32(first + uint32(b))
-        next_count, next_weight = int64(count + int64(bins[at])), int64(weight + weight_in(bins, at))
-        before, after = count, next_count
-        if by_weight:
-            before, after = weight, next_weight
-        if before < need and need <= after:
-            found[0], found[1], found[2] = int64(at), count, weight
-        count, weight = next_count, next_weight
+        own_count = int64(own_count + int64(bins[uint32(first + uint32(b))]))
+        own_weight = int64(own_weight + weight_in(bins, uint32(first + uint32(b))))
+    count, weight = sum_below(own_count, sums, tid, threads), sum_below(own_weight, sums, tid, threads)
+    if reaches(by_weight, count, weight, own_count, own_weight, need):
+        for b in range(each):
+            at = uint32(first + uint32(b))
+            here_count, here_weight = int64(bins[at]), weight_in(bins, at)
+            if reaches(by_weight, count, weight, here_count, here_weight, need):
+                found[0], found[1], found[2] = int64(at), count, weight
+            count, weight = int64(count + here_count), int64(weight + here_weight)
     cuda.syncthreads()
 
 
