@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from model_cases import GATES, SMALL, cache_words, judge_step, make_runtime
+from numba import cuda
 
 from kernels_numba import device_memory, stage
 from kernels_numba.launching import run_all
@@ -141,16 +142,19 @@ def test_two_runtimes_at_once_do_not_disturb_each_other():
         assert "".join(interleaved) == alone[0]
 
 
+def settle() -> None:
+    """Frees what is no longer used: numba gives memory back in batches."""
+    gc.collect()
+    stage.synchronize()
+    cuda.current_context().deallocations.clear()
+
+
 def test_memory_comes_back_after_close():
     def use() -> int:
         with Runtime.load() as runtime:
             list(runtime.generate(PROMPT, SamplingParams(max_new_tokens=40, ignore_stop=True)))
         del runtime
-        gc.collect()
-        stage.synchronize()
-        from numba import cuda
-
-        cuda.current_context().deallocations.clear()  # numba frees in batches
+        settle()
         return device_memory.free_bytes()
 
     free = [use() for _ in range(4)]
@@ -159,24 +163,22 @@ def test_memory_comes_back_after_close():
 
 
 def test_planned_memory_covers_what_is_taken():
-    options = {"max_context": 4096}
-    with Runtime.load("synthetic:qwen2.5-coder-0.5b", **options) as runtime:
+    settle()  # what a test before left would come back while this one loads
+    with Runtime.load("synthetic:qwen2.5-coder-0.5b", max_context=4096) as runtime:
         planned = plan(runtime.config, runtime.options, runtime.model.group)
         assert planned.total - RESERVE - 64 * 2**20 <= runtime.device_bytes <= planned.total
 
 
 def test_out_of_device_memory_is_said_and_survived():
-    from numba import cuda
-
     big = replace(SMALL, vocab_size=300_000, hidden_size=1024)
     weights = random_weights(big)
+    settle()
     hog = cuda.device_array(device_memory.free_bytes() - 100 * 2**20, np.uint8)  # another program, as it were
     with pytest.raises(
         OutOfMemoryError, match="GB of GPU memory needed at max_context 64 .* GB free; .*notebook kernels"
     ):
         make_runtime(weights)
     del hog
-    gc.collect()
-    cuda.current_context().deallocations.clear()
+    settle()
     with make_runtime(weights) as runtime:
         assert np.isfinite(runtime.prefill([1, 2, 3])).all()
