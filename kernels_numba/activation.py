@@ -37,7 +37,9 @@ def words_per_block(form: int) -> int:
 
 @cuda.jit(device=True)
 def bf16_bits(x):
-    """The upper half of a float32, rounded to nearest even."""
+    """The upper half of a float32, rounded to nearest even; a NaN stays one (a GPU's has all bits set and would wrap)."""
+    if x != x:
+        return uint32(0x7FFF)
     bits = float_bits(x)
     return uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
 
