@@ -2,8 +2,8 @@
 
 Gates are measured on the embedded model, teacher-forced over its held-out text: 64 tokens with each activation form on
 a GPU. The simulator takes a second a token, so there int8 (the default) sees all 64 as a prefill of 48 and 16 steps of
-decode, fp16 and bf16 a prefill of 5 and one or two steps of decode. What does not depend on the model's size is tested on
-small random ones.
+decode, fp16 and bf16 a prefill of 5 and one or two steps of decode. What does not depend on the model's size is tested
+on small random ones.
 """
 
 from __future__ import annotations
