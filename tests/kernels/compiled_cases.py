@@ -168,7 +168,7 @@ CASES = [
         "draw",
         lambda cc: make_draw(152064, 37, 1024, int(cc >= (9, 0))),
         (F, U, U, F, U, U, U, U, N, N, N, N, N, N),
-        {"LDG.128": after(8), "SHFL.UP": after(5), **DEPENDENT},
+        {"LDG.128": after(4), "SHFL.UP": after(5), **DEPENDENT},
         registers=64,
         wide=192,  # sums of weights have 48 bits
         wide_newer=192,
