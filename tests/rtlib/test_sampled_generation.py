@@ -88,7 +88,7 @@ def start(runtime: Runtime, params: SamplingParams) -> None:
     """A sequence whose pages are there for all steps, up to its first new token."""
     runtime._start(PROMPT)
     runtime.model.chooser.start(PROMPT, Sampler(params), ())
-    runtime._grow(2 * NEW)
+    runtime._grow(NEW)
     run_all(runtime.model.chooser.step)
 
 
