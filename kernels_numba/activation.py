@@ -37,8 +37,8 @@ def words_per_block(form: int) -> int:
 
 @cuda.jit(device=True)
 def bf16_bits(x):
-    """The upper half of a float32, rounded to nearest even; a NaN stays one (a GPU's has all bits set and would wrap)."""
-    if x != x:
+    """The upper half of a float32, rounded to nearest even; a NaN stays one."""
+    if x != x:  # a GPU's has all bits set, and would wrap to zero below
         return uint32(0x7FFF)
     bits = float_bits(x)
     return uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
