@@ -88,7 +88,8 @@ def measure(options: Any) -> dict[str, Any]:
     """Everything that `python -m rtlib bench` prints."""
     began = time.perf_counter()
     most = max(options.contexts or CONTEXTS) + 2 * TOKENS + 16
-    wanted = options.max_context or (most if stage.name == "gpu" else None)
+    room = stage.name == "gpu" and options.model is not None  # the embedded model has no such contexts
+    wanted = options.max_context or (most if room else None)
     kinds = {"activation": options.activation, "attention": options.attention}
     runtime = Runtime.load(options.model, max_context=wanted, **kinds)
     with runtime:
@@ -100,7 +101,8 @@ def measure(options: Any) -> dict[str, Any]:
             return results | {"kernels": rows}
         results["ceilings_gb_per_s"] = measure_ceilings()
         bench = Bench(runtime, options.tokens or TOKENS)
-        fitting = [c for c in options.contexts or CONTEXTS if c + 2 * TOKENS + 16 <= runtime.options.max_context]
+        last = runtime.options.max_context - 2 * TOKENS - 16
+        fitting = [c for c in options.contexts or CONTEXTS if c <= last] or [max(1, last)]
         results["decode"] = [bench.decode(c) for c in fitting]
         results["host_us_per_launch"] = bench.host_us()
         read = results["ceilings_gb_per_s"]["read"]
