@@ -39,6 +39,13 @@ def add_dropout(network: Network, share: float) -> None:
             module.register_forward_hook(lambda linear, _, output: F.dropout(output, share, linear.training))
 
 
+def draw_prompts(varied: Windows, imports: Windows) -> torch.Tensor:
+    """Return int64 [COMPLETION_BATCH, length]: beginnings of documents, of one random length."""
+    length = int(torch.randint(*PROMPT_LENGTHS, (1,)))
+    few = COMPLETION_BATCH // 3
+    return torch.cat((varied.draw_starts(COMPLETION_BATCH - few, length), imports.draw_starts(few, length)))
+
+
 def finish(
     network: Network, varied: Windows, whole: Windows, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> None:
