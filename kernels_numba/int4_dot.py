@@ -20,6 +20,7 @@ from kernels_numba.instructions.memory import (
 )
 
 CHUNK = 32  # weights in 16 bytes: one load of a lane
+LOW_NIBBLES = 0x0F0F0F0F
 LOP3, PRMT = 0, 1
 UNPACKINGS = {"lop3": LOP3, "prmt": PRMT}
 
@@ -27,8 +28,8 @@ UNPACKINGS = {"lop3": LOP3, "prmt": PRMT}
 @cuda.jit(device=True)
 def dot_int8(w, x0, x1, total):
     """8 weights against 8 int8 activations: two masks, a shift, two dp4a."""
-    total = dp4a(uint32(w & uint32(0x0F0F0F0F)), x0, total)
-    return dp4a(uint32(uint32(w >> uint32(4)) & uint32(0x0F0F0F0F)), x1, total)
+    # dp4a takes 32 bits, so the wider results that numba gives these operators are never computed
+    return dp4a((w >> 4) & LOW_NIBBLES, x1, dp4a(w & LOW_NIBBLES, x0, total))
 
 
 @cuda.jit(device=True)

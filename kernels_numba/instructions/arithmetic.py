@@ -53,10 +53,15 @@ def prmt(a: int, b: int, selector: int) -> int:
     return out
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a product meets each word of its vector once a row
+def _signed_bytes(word: int) -> tuple[int, int, int, int]:
+    return _BYTES.unpack(_INT.pack(word))
+
+
 @instruction("s32", "u32 u32 s32", "dp4a.u32.s32 $out, $a, $b, $c;")
 def dp4a(a: int, b: int, c: int) -> int:
     """c plus the dot product of four unsigned bytes of a with four signed bytes of b."""
-    x, y, z, w = _BYTES.unpack(_INT.pack(b))
+    x, y, z, w = _signed_bytes(b)
     total = c + (a & 255) * x + (a >> 8 & 255) * y + (a >> 16 & 255) * z + (a >> 24) * w
     return total if -_TOP <= total < _TOP else (total + _TOP) % (2 * _TOP) - _TOP
 
