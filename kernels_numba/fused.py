@@ -8,12 +8,11 @@ from numba import cuda, float32, uint8, uint16, uint32
 
 from kernels_numba.activation import BLOCK, INT8, bits_value, block_factor, block_scale, lanes_absmax, round_bits
 from kernels_numba.errors import KernelError
-from kernels_numba.gemv import Shape, block_pair_sums, first_loads, first_row, gathered
+from kernels_numba.gemv import Shape, first_row, gathered, staged_pair_sums
 from kernels_numba.instructions.arithmetic import divide, exp2, floats_half2
-from kernels_numba.instructions.barriers import launch_dependents, wait_for_previous
 from kernels_numba.int4_dot import LOP3
 from kernels_numba.reduce import lanes_sum
-from kernels_numba.staging import inverse_rms, round_vector, staged_size
+from kernels_numba.staging import staged_size
 
 
 @cuda.jit(device=True)
@@ -46,10 +45,9 @@ def make_qkv(
     [heads * head_dim], k_pages and v_pages as halves: uint16 [pages * kv_heads * page_size * head_dim]. A page of -1
     takes nothing.
     """
-    n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
-    lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
+    n, k, stride, all_pairs, split, cut = shape.n, shape.k, shape.stride, shape.pairs, shape.split, shape.cut
     words, floats = staged_size(k, form)
-    per_block = shape.teams * rounds
+    per_block = shape.per_block
     slots = 2 * split * per_block
     half = head_dim // 2
     if stride != half or n != (heads + 2 * kv_heads) * head_dim:
@@ -64,39 +62,10 @@ def make_qkv(
         partial = cuda.shared.array(32, float32)
         sums = cuda.shared.array(slots, float32, alignment=16)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        loaded = first_loads(
-            codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
-        )
-        if dependent:
-            wait_for_previous()
-        factor = inverse_rms(x, partial, tid, k, eps, warps)
-        round_vector(x, weight, factor, 1, own_values, own_pairs, tid, k, warps, form)
-        cuda.syncthreads()
-        block_pair_sums(
-            loaded,
-            codes,
-            scales_zeros,
-            own_values,
-            own_pairs,
-            sums,
-            tid,
-            block,
-            n,
-            k,
-            group,
-            stride,
-            all_pairs,
-            lanes,
-            split,
-            warps,
-            rounds,
-            1,
-            form,
-            unpacking,
-        )
-        if dependent:
-            launch_dependents()
-        cuda.syncthreads()
+        staged_pair_sums(
+            codes, scales_zeros, x, weight, eps, own_values, own_pairs, partial, sums, tid, block, cut,
+            1, form, unpacking, dependent,
+        )  # fmt: skip
         pair = uint32(uint32(block * uint32(per_block)) + tid)
         if tid < uint32(per_block) and pair < uint32(all_pairs):
             y0, y1 = gathered(sums, tid, split)
@@ -135,10 +104,9 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
     Arguments of the kernel: codes, scales_zeros, x float32 [K], weight float32 [K], eps, values (the rounded vector of
     N / 2 as uint8 for int8, else uint16), pairs float32 [N / 64 * 2]. A warp rounds 32 pairs: one block of activations.
     """
-    n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
-    lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
+    n, k, stride, all_pairs, split, cut = shape.n, shape.k, shape.stride, shape.pairs, shape.split, shape.cut
     words, floats = staged_size(k, form)
-    per_block = shape.teams * rounds
+    per_block = shape.per_block
     slots = 2 * split * per_block
     if per_block % BLOCK or all_pairs % per_block or 2 * stride != n:
         raise KernelError(
@@ -153,39 +121,10 @@ def make_gate_up(shape: Shape, form: int, unpacking: int = LOP3, dependent: int 
         partial = cuda.shared.array(32, float32)
         sums = cuda.shared.array(slots, float32, alignment=16)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        loaded = first_loads(
-            codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
-        )
-        if dependent:
-            wait_for_previous()
-        factor = inverse_rms(x, partial, tid, k, eps, warps)
-        round_vector(x, weight, factor, 1, own_values, own_pairs, tid, k, warps, form)
-        cuda.syncthreads()
-        block_pair_sums(
-            loaded,
-            codes,
-            scales_zeros,
-            own_values,
-            own_pairs,
-            sums,
-            tid,
-            block,
-            n,
-            k,
-            group,
-            stride,
-            all_pairs,
-            lanes,
-            split,
-            warps,
-            rounds,
-            1,
-            form,
-            unpacking,
-        )
-        if dependent:
-            launch_dependents()
-        cuda.syncthreads()
+        staged_pair_sums(
+            codes, scales_zeros, x, weight, eps, own_values, own_pairs, partial, sums, tid, block, cut,
+            1, form, unpacking, dependent,
+        )  # fmt: skip
         if tid < uint32(per_block):  # whole warps
             gate, up = gathered(sums, tid, split)
             h = swiglu(gate, up)

@@ -50,10 +50,8 @@ class Shape:
             )
         if 32 % self.lanes or self.warps % self.split or not 1 <= self.warps <= 32:
             raise KernelError(f"{self}: lanes must divide 32, and split the warps (at most 32)")
-        if self.teams * self.rounds > self.block:
-            raise KernelError(
-                f"{self}: a block owns {self.teams * self.rounds} pairs, at most one a thread ({self.block})"
-            )
+        if self.per_block > self.block:
+            raise KernelError(f"{self}: a block owns {self.per_block} pairs, at most one a thread ({self.block})")
 
     @property
     def pairs(self) -> int:
@@ -65,11 +63,22 @@ class Shape:
 
     @property
     def grid(self) -> int:
-        return -(-self.pairs // (self.teams * self.rounds))
+        return -(-self.pairs // self.per_block)
 
     @property
     def block(self) -> int:
         return 32 * self.warps
+
+    @property
+    def per_block(self) -> int:
+        """Pairs of a block."""
+        return self.teams * self.rounds
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """What the device functions need, as one constant: n, k, group, stride, pairs, lanes, split, warps, rounds."""
+        sizes = (self.n, self.k, self.group, self.stride, self.pairs)
+        return (*sizes, self.lanes, self.split, self.warps, self.rounds)
 
 
 @cuda.jit(device=True)
@@ -96,40 +105,21 @@ def rows_of(pair, n, stride, all_pairs):
 
 
 @cuda.jit(device=True)
-def first_loads(codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds):
+def first_loads(codes, scales_zeros, tid, block, cut):
     """Asks for a thread's first chunk of weights, which needs no vector, before the vector is waited for."""
+    n, k, group, stride, all_pairs, lanes, split, warps, rounds = cut
     member, team, pair = place_of(tid, block, lanes, split, warps, rounds)
     row0, row1 = rows_of(pair, n, stride, all_pairs)
     return chunk_loads(codes, scales_zeros, row0, row1, min(member, uint32(k // CHUNK - 1)), k, group, 1)
 
 
 @cuda.jit(device=True)
-def block_pair_sums(
-    loaded,
-    codes,
-    scales_zeros,
-    x,
-    pairs,
-    sums,
-    tid,
-    block,
-    n,
-    k,
-    group,
-    stride,
-    all_pairs,
-    lanes,
-    split,
-    warps,
-    rounds,
-    in_shared,
-    form,
-    unpacking,
-):
+def block_pair_sums(loaded, codes, scales_zeros, x, pairs, sums, tid, block, cut, in_shared, form, unpacking):
     """Every team's pairs, one after the other: leaves sums[2 * (split * pair of the block + part)], for two rows.
 
     The next chunk is always asked for before the one at hand (`loaded`, at first from `first_loads`) is used.
     """
+    n, k, group, stride, all_pairs, lanes, split, warps, rounds = cut
     member, team, pair = place_of(tid, block, lanes, split, warps, rounds)
     teams, last = uint32(32 // lanes * warps // split), uint32(k // CHUNK - 1)
     steps = (k // CHUNK + lanes * split - 1) // (lanes * split)
@@ -163,6 +153,53 @@ def block_pair_sums(
 
 
 @cuda.jit(device=True)
+def staged_pair_sums(
+    codes,
+    scales_zeros,
+    x,
+    weight,
+    eps,
+    values,
+    pairs,
+    partial,
+    sums,
+    tid,
+    block,
+    cut,
+    normed,
+    form,
+    unpacking,
+    dependent,
+):
+    """`block_pair_sums` of a float32 vector that the block makes ready itself, in the shared `values` and `pairs`."""
+    n, k, group, stride, all_pairs, lanes, split, warps, rounds = cut
+    loaded = first_loads(codes, scales_zeros, tid, block, cut)
+    if dependent:
+        wait_for_previous()
+    factor = float32(1.0)
+    if normed:
+        factor = inverse_rms(x, partial, tid, k, eps, warps)
+    round_vector(x, weight, factor, normed, values, pairs, tid, k, warps, form)
+    cuda.syncthreads()
+    block_pair_sums(loaded, codes, scales_zeros, values, pairs, sums, tid, block, cut, 1, form, unpacking)
+    if dependent:
+        launch_dependents()
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def rounded_pair_sums(codes, scales_zeros, values, pairs, sums, tid, block, cut, form, unpacking, dependent):
+    """`block_pair_sums` of a vector that a kernel before has rounded."""
+    loaded = first_loads(codes, scales_zeros, tid, block, cut)
+    if dependent:
+        wait_for_previous()
+    block_pair_sums(loaded, codes, scales_zeros, values, pairs, sums, tid, block, cut, 0, form, unpacking)
+    if dependent:
+        launch_dependents()
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
 def gathered(sums, local, split):
     """Both rows' sums of a pair, its parts added in order."""
     y0, y1 = float32(0.0), float32(0.0)
@@ -181,12 +218,11 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
     rounded vector, for ROUNDED), raw float32 [K], weight float32 [K] and eps (RMSNorm's, for NORMED), y float32 [N].
     What a source does not use may be any array of its dtype.
     """
-    n, k, group, stride, all_pairs = shape.n, shape.k, shape.group, shape.stride, shape.pairs
-    lanes, split, warps, rounds = shape.lanes, shape.split, shape.warps, shape.rounds
+    n, k, stride, all_pairs, split, cut = shape.n, shape.k, shape.stride, shape.pairs, shape.split, shape.cut
     staged = int(source != ROUNDED)
     normed = int(source == NORMED)
     words, floats = staged_size(k, form) if staged else (4, 2)
-    per_block = shape.teams * rounds
+    per_block = shape.per_block
     slots = 2 * split * per_block
 
     @cuda.jit
@@ -196,65 +232,13 @@ def make_gemv(shape: Shape, form: int, source: int, target: int, unpacking: int 
         partial = cuda.shared.array(32, float32)
         sums = cuda.shared.array(slots, float32, alignment=16)
         tid, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-        loaded = first_loads(
-            codes, scales_zeros, tid, block, n, k, group, stride, all_pairs, lanes, split, warps, rounds
-        )
-        if dependent:
-            wait_for_previous()
         if staged:
-            factor = float32(1.0)
-            if normed:
-                factor = inverse_rms(raw, partial, tid, k, eps, warps)
-            round_vector(raw, weight, factor, normed, own_values, own_pairs, tid, k, warps, form)
-            cuda.syncthreads()
-            block_pair_sums(
-                loaded,
-                codes,
-                scales_zeros,
-                own_values,
-                own_pairs,
-                sums,
-                tid,
-                block,
-                n,
-                k,
-                group,
-                stride,
-                all_pairs,
-                lanes,
-                split,
-                warps,
-                rounds,
-                1,
-                form,
-                unpacking,
-            )
+            staged_pair_sums(
+                codes, scales_zeros, raw, weight, eps, own_values, own_pairs, partial, sums, tid, block, cut,
+                normed, form, unpacking, dependent,
+            )  # fmt: skip
         else:
-            block_pair_sums(
-                loaded,
-                codes,
-                scales_zeros,
-                values,
-                pairs,
-                sums,
-                tid,
-                block,
-                n,
-                k,
-                group,
-                stride,
-                all_pairs,
-                lanes,
-                split,
-                warps,
-                rounds,
-                0,
-                form,
-                unpacking,
-            )
-        if dependent:
-            launch_dependents()
-        cuda.syncthreads()
+            rounded_pair_sums(codes, scales_zeros, values, pairs, sums, tid, block, cut, form, unpacking, dependent)
         pair = uint32(uint32(block * uint32(per_block)) + tid)
         if tid < uint32(per_block) and pair < uint32(all_pairs):
             y0, y1 = gathered(sums, tid, split)
