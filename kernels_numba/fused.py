@@ -11,14 +11,15 @@ from kernels_numba.errors import KernelError
 from kernels_numba.gemv import Shape, first_row, gathered, staged_pair_sums
 from kernels_numba.instructions.arithmetic import divide, exp2, floats_half2
 from kernels_numba.int4_dot import LOP3
+from kernels_numba.paged_kv import finite
 from kernels_numba.reduce import lanes_sum
 from kernels_numba.staging import staged_size
 
 
 @cuda.jit(device=True)
 def finite_half(x):
-    """A float as fp16 bits; what is too large becomes the largest finite number."""
-    return uint16(floats_half2(max(min(x, float32(65504.0)), float32(-65504.0)), float32(0.0)))
+    """A float as the fp16 bits that a page keeps."""
+    return uint16(floats_half2(finite(x), float32(0.0)))
 
 
 @cuda.jit(device=True)
